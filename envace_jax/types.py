@@ -1,0 +1,175 @@
+"""The data types that pass between modules: frozen, plain, and free of behaviour.
+
+Host types hold Python and numpy values; device types are pytrees whose array fields carry shape and
+dtype in a comment. Shape letters: B batch, T time, S cache length, L layers, K kv heads, H head dim,
+P prompt tokens, C completion tokens, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+Json = Any  # a value that json.dumps accepts
+Message = Mapping[str, Any]  # one chat message: {"role": ..., "content": ..., ...}
+Params = Any  # pytree of arrays
+
+
+class Role(enum.IntEnum):
+    """Which of the policy's two roles wrote a segment (never a chat message's `role`)."""
+
+    ACT = 0
+    REHEARSE = 1
+
+
+class Need(enum.Enum):
+    """What an episode waits for."""
+
+    ACT = "act"  # the policy's next assistant message
+    REHEARSE = "rehearse"  # results of the pending calls, played by the policy
+    RESPONSE = "response"  # results of the pending calls, from outside
+    JUDGE = "judge"  # the score of the user turn that just ended
+    NOTHING = "nothing"  # the episode is over
+
+
+FinishReason = Literal["stop", "length"]
+Status = Literal["ok", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Json]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckItem:
+    """One checklist item, the authors' fields plus an optional program check.
+
+    `check` is None (needs a judge) or one of
+      {"kind": "call", "name": str, "arguments": {...}}            a call with exactly these arguments
+      {"kind": "result", "name": str, "field": str, "value": json}  a field of that tool's result
+      {"kind": "reply", "words": [str, ...]}                        words of the turn's final reply
+      {"kind": "no_call"}                                           no tool is called in the turn
+    """
+
+    question: str
+    weight: float
+    focus_on: str = ""
+    pass_condition: str = ""
+    failure_examples: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()  # the snippets
+    required_for_next_turn: bool = False
+    dependence: tuple[int, ...] = ()
+    check: Mapping[str, Json] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A conversation to solve. `reference` holds (call, result text) in order, all turns together."""
+
+    task_id: str
+    messages: tuple[Message, ...]  # the system message, if any (user turns are apart)
+    tools: tuple[Mapping[str, Json], ...]  # OpenAI function schemas
+    user_turns: tuple[str, ...]
+    checklist: tuple[tuple[CheckItem, ...], ...]  # [turn][item]
+    reference: tuple[tuple[ToolCall, str], ...] = ()
+    environment: Mapping[str, Json] | None = None  # {"name": ..., "state": ...} where executable
+    conversation: tuple[Message, ...] = ()  # the full reference conversation after the system message, if known
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnScore:
+    """A judged user turn: weights held (in [0, 1]), one verdict per item, may the next turn begin."""
+
+    reward: float
+    verdicts: tuple[bool, ...]
+    proceed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One generation by the policy in one role."""
+
+    role: Role
+    prompt_tokens: np.ndarray  # i32[P]
+    tokens: np.ndarray  # i32[C], the sampled ids, the stop id included
+    logprobs: np.ndarray  # f32[C], the sampler's, at the sampling temperature
+    finish_reason: FinishReason
+    policy_version: int
+    turn: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """All segments of one attempt at a task. `failed`: an outside fault; masked, never scored 0."""
+
+    task_id: str
+    group_id: int  # attempts at one task share it
+    attempt: int
+    segments: tuple[Segment, ...]
+    reward: float  # in [0, 1]; nan when status is "failed"
+    status: Status
+    reason: str  # why it ended: "done", "malformed_call", "rehearsal_error", "required_item", "length", ...
+    messages: tuple[Message, ...] = ()  # the conversation as it went, user messages included
+    turn_scores: tuple[TurnScore, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every slot. Slot b holds positions 0 .. lengths[b]-1."""
+
+    k: jax.Array  # [L, B, S, K, H]
+    v: jax.Array  # [L, B, S, K, H]
+    lengths: jax.Array  # i32[B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """Packed training rows. Entry t of the per-token fields speaks of *predicting* tokens[:, t]."""
+
+    tokens: jax.Array  # i32[B, T]
+    positions: jax.Array  # i32[B, T], restart at 0 in every packed sequence
+    sequence_ids: jax.Array  # i32[B, T], 1, 2, ... within a row; 0 is padding
+    loss_mask: jax.Array  # bool[B, T]
+    advantages: jax.Array  # f32[B, T]
+    old_logprobs: jax.Array  # f32[B, T], the sampler's; 0 where loss_mask is False
+    role: jax.Array  # i32[B, T], a Role where loss_mask is True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    step: jax.Array  # i32[]
+    params: Params
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model as pure functions.
+
+    `apply(params, tokens, positions, sequence_ids, cache) -> (hidden, cache)`: tokens, positions and
+    sequence_ids are i32[B, T]; hidden is [B, T, D]. Without a cache a token attends to earlier tokens
+    of its own sequence id. With a cache each row is one sequence, the tokens with a non-zero sequence
+    id (a prefix of the row) are written at cache.lengths[b] onwards, and lengths grow by their number.
+    `logits(params, hidden) -> f32[..., V]`. `head(params) -> [D, V]` gives the output projection for
+    chunked log-probabilities. `init_cache(slots, length, dtype) -> KVCache`.
+    """
+
+    init: Callable[[jax.Array], Params]
+    apply: Callable[..., tuple[jax.Array, KVCache | None]]
+    logits: Callable[[Params, jax.Array], jax.Array]
+    head: Callable[[Params], jax.Array]
+    init_cache: Callable[..., KVCache]
+    vocab_size: int  # V, rows of the embedding (at least the tokenizer's length)
+
+
+MessageList = Sequence[Message]

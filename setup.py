@@ -1,0 +1,53 @@
+"""Package metadata. The run-time requirements are listed once, in requirements.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def requirements() -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def version() -> str:
+    found = re.search(r'^__version__ = "(.+)"', (ROOT / "envace_jax" / "__init__.py").read_text(), re.MULTILINE)
+    assert found, "envace_jax/__init__.py has no __version__"
+    return found.group(1)
+
+
+def description() -> str:
+    readme = ROOT / "README.md"
+    return readme.read_text() if readme.exists() else ""
+
+
+setup(
+    name="envace-jax",
+    version=version(),
+    description="EnvACE in JAX: train tool-using language-model agents by world rehearsal",
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["envace_jax", "envace_jax.*"]),
+    package_data={"envace_jax": ["py.typed", "assets/**/*"]},
+    install_requires=requirements(),
+    extras_require={
+        # transformers is the outside reference for chat templates and weights. Parity with its models also needs torch,
+        # left out because a plain `torch` brings gigabytes of CUDA: those tests skip without it, and .ci/run says which
+        # CPU build to install.
+        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1", "ruff>=0.12", "mypy>=1.15"],
+        "tpu": ["jax[tpu]"],
+        "cuda": ["jax[cuda13]"],
+    },
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
