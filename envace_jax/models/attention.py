@@ -1,0 +1,129 @@
+"""Rotary positions and grouped-query attention, with and without a cache, as functions of arrays.
+
+Keys and values are never repeated over the query heads that share them. Scores, softmax and rotary angles are float32.
+Knows no parameters. Shape letters as in `types.py`; N query heads, G = N / K query heads to a key/value head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from envace_jax.types import KVCache
+
+MASKED = -1e30  # finite, so that a row without any allowed key stays finite in value and gradient
+QUERY_BLOCK = 128
+MAX_QUERY_BLOCKS = 16  # of one row, to bound what is compiled
+CACHE_BLOCK = 128
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[B, T, 1, head_dim / 2], of positions i32[B, T]."""
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates [B, T, heads, head_dim] by pairs (i, i + head_dim / 2), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _group(q: jax.Array, kv_heads: int) -> jax.Array:
+    rows, time, heads, head_dim = q.shape
+    return q.reshape(rows, time, kv_heads, heads // kv_heads, head_dim)
+
+
+def _partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention before its division: the largest score, the sum of weights and the weighted sum of values.
+
+    q [B,T,K,G,H]; k, v [B,S,K,H]; mask bool, broadcastable to [B,1,1,T,S] -> f32[B,K,G,T,1], f32[B,K,G,T,1],
+    f32[B,K,G,T,H]. Partial results over different keys are put together by `_join`.
+    """
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * (q.shape[-1] ** -0.5)
+    scores = jnp.where(mask, scores, MASKED)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    out = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return top, weights.sum(axis=-1, keepdims=True), out
+
+
+def _join(
+    one: tuple[jax.Array, jax.Array, jax.Array], other: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    top = jnp.maximum(one[0], other[0])
+    scale, other_scale = jnp.exp(one[0] - top), jnp.exp(other[0] - top)
+    return top, one[1] * scale + other[1] * other_scale, one[2] * scale + other[2] * other_scale
+
+
+def _finish(part: tuple[jax.Array, jax.Array, jax.Array], q: jax.Array) -> jax.Array:
+    """[B, T, N, H] in q's dtype from a partial result."""
+    return (part[2] / part[1]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+    """Token t reads tokens s <= t of its own sequence id. q [B,T,N,H]; k, v [B,T,K,H] -> [B,T,N,H].
+
+    Computed in blocks of queries, each of which reads only the keys up to its own end, so most of the masked half costs
+    nothing. Padding (id 0) reads padding only, and is read by nothing else.
+    """
+    return jnp.concatenate([_finish(part, block) for part, block in _causal_blocks(q, k, v, sequence_ids)], axis=1)
+
+
+def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array | None) -> Any:
+    """Yields (partial result, queries) for consecutive blocks of queries of one causal row."""
+    time = q.shape[1]
+    size = max(QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    for start in range(0, time, size):
+        end = min(start + size, time)
+        mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :])[None]
+        if sequence_ids is not None:
+            mask &= sequence_ids[:, start:end, None] == sequence_ids[:, None, :end]
+        block = q[:, start:end]
+        yield _partial(_group(block, k.shape[2]), k[:, :end], v[:, :end], mask[:, None, None]), block
+
+
+def attend_cached(q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array | int) -> jax.Array:
+    """Token i of row b reads slots below cache.lengths[b] of `layer`, and new tokens up to itself.
+
+    q [B,T,N,H]; k, v [B,T,K,H] of the new tokens -> [B,T,N,H]. Real tokens are a prefix of the row, so the causal mask
+    alone keeps padding out. The cache is only read here, block by block as far as the longest row reaches, so an
+    allocated but unused slot costs nothing; new keys and values are written once for all layers (`write_cache`), which
+    leaves the cache in place inside a loop.
+    """
+    rows, slots = cache.k.shape[1:3]
+    size = min(CACHE_BLOCK, slots)
+    grouped = _group(q, k.shape[2])
+
+    def read(array: jax.Array, start: jax.Array) -> jax.Array:
+        piece = jax.lax.dynamic_slice(array, (layer, 0, start, 0, 0), (1, rows, size, *array.shape[3:]))
+        return piece[0].astype(q.dtype)
+
+    def add_block(index: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        start = jnp.minimum(index * size, slots - size)  # the last block may overlap the one before it
+        at = start + jnp.arange(size)
+        mask = (at[None, :] >= index * size) & (at[None, :] < cache.lengths[:, None])
+        return _join(part, _partial(grouped, read(cache.k, start), read(cache.v, start), mask[:, None, None, None]))
+
+    parts = [part for part, _ in _causal_blocks(q, k, v, None)]
+    new = jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=3), *parts)
+    blocks = (jnp.minimum(cache.lengths.max(), slots) + size - 1) // size
+    return _finish(jax.lax.fori_loop(0, blocks, add_block, new), q)
+
+
+def write_cache(cache: KVCache, k: jax.Array, v: jax.Array, valid: jax.Array) -> KVCache:
+    """Writes new keys and values [L, B, T, K, H] where valid bool[B, T], at lengths[b] + i; lengths grow by the valid.
+
+    Padded tokens, and tokens beyond the last slot, are dropped.
+    """
+    rows = jnp.arange(valid.shape[0])[:, None]
+    slots = cache.lengths[:, None] + jnp.arange(valid.shape[1])[None, :]
+    slots = jnp.where(valid, slots, cache.k.shape[2])  # out of bounds: dropped
+    return KVCache(
+        k=cache.k.at[:, rows, slots].set(k.astype(cache.k.dtype), mode="drop"),
+        v=cache.v.at[:, rows, slots].set(v.astype(cache.v.dtype), mode="drop"),
+        lengths=cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype),
+    )

@@ -1,0 +1,279 @@
+"""The network: Qwen3's dense decoder, with switches that also give Qwen2.5 and Llama-layout models.
+
+Flax modules define one layer and what surrounds the layers; `make_policy` splits them once into definitions and returns
+pure functions over a nested dict of arrays, layers stacked on axis 0. Knows nothing of tokenizers, sampling or losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from envace_jax import sharding
+from envace_jax.models import attention
+from envace_jax.models.config import QwenConfig, parameter_count
+from envace_jax.types import KVCache, Params, Policy
+
+__all__ = ["QwenConfig", "logical_axes", "make_policy", "param_shapes", "parameter_count", "shardings"]
+
+UNROLL_UP_TO = 8  # layers; beyond, a scan keeps compile time flat
+
+# What a layer keeps for the backward pass; the rest is computed again.
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keeps projections, recomputes attention
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, in float32; scale f32[size]."""
+
+    def __init__(self, size: int, axis: str, eps: float) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(axis,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Matrix(nnx.Module):
+    """A projection whose input and output may have several axes; `inputs` of the kernel's axes are contracted."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int, std: float, rngs: nnx.Rngs, bias: bool = False
+    ) -> None:
+        self.inputs = inputs
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32), axes=axes[inputs:]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...].astype(x.dtype)
+        out = jnp.tensordot(x, kernel, axes=self.inputs)
+        return out if self.bias is None else out + self.bias[...].astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention and SwiGLU feed-forward, each behind a norm and added to its input."""
+
+    def __init__(self, config: QwenConfig, rngs: nnx.Rngs) -> None:
+        width, ffn, std = config.width, config.ffn, config.init_std
+
+        def heads_in(count: int, axis: str) -> Matrix:
+            shape = (width, count, config.head_dim)
+            return Matrix(shape, ("embed", axis, "head_dim"), 1, std, rngs, bias=config.qkv_bias)
+
+        self.attention_norm = RMSNorm(width, "embed", config.norm_eps)
+        self.query = heads_in(config.heads, "heads")
+        self.key = heads_in(config.kv_heads, "kv_heads")
+        self.value = heads_in(config.kv_heads, "kv_heads")
+        self.query_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
+        out_shape = (config.heads, config.head_dim, width)
+        self.out = Matrix(out_shape, ("heads", "head_dim", "embed"), 2, std, rngs)
+        self.ffn_norm = RMSNorm(width, "embed", config.norm_eps)
+        self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
+        self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
+        self.down = Matrix((ffn, width), ("mlp", "embed"), 1, std, rngs)
+
+    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B,T,N,H], rotated keys and values [B,T,K,H] of hidden states [B,T,D]."""
+        normed = self.attention_norm(x)
+        query, key, value = self.query(normed), self.key(normed), self.value(normed)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return attention.rotate(query, cos, sin), attention.rotate(key, cos, sin), value
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Adds the attention's result [B,T,N,H] and the feed-forward to hidden states [B,T,D]."""
+        x = x + self.out(attended)
+        normed = self.ffn_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed))
+
+
+class Ends(nnx.Module):
+    """What surrounds the layers: token embedding [V, D], final norm, and the output projection where it is not tied."""
+
+    def __init__(self, config: QwenConfig, rngs: nnx.Rngs) -> None:
+        size = (config.vocab_size, config.width)
+        self.embedding = nnx.Param(
+            config.init_std * jax.random.normal(rngs.params(), size, jnp.float32), axes=("vocab", "embed")
+        )
+        self.norm = RMSNorm(config.width, "embed", config.norm_eps)
+        self.head = None if config.tie_embeddings else Matrix(size[::-1], ("embed", "vocab"), 1, config.init_std, rngs)
+
+
+def _split(config: QwenConfig) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """(definition, abstract state) of one layer and of the ends; nothing is allocated."""
+    layer = nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
+    ends = nnx.split(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(params=0))))
+    return layer, ends
+
+
+def _init(config: QwenConfig, key: jax.Array) -> Params:
+    layers_key, ends_key = jax.random.split(key)
+
+    def one_layer(layer_key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(Layer(config, nnx.Rngs(params=layer_key))))
+
+    layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.layers))
+    return nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(params=ends_key)))) | {"layers": layers}
+
+
+def param_shapes(config: QwenConfig) -> Params:
+    """The parameters as `jax.ShapeDtypeStruct` (float32); nothing is allocated."""
+    return jax.eval_shape(lambda key: _init(config, key), jax.random.key(0))
+
+
+def logical_axes(config: QwenConfig) -> Params:
+    """A tree like the parameters whose leaves are tuples of logical axis names (`sharding.RULES`)."""
+
+    def axes(variable: nnx.Variable) -> tuple[str, ...]:
+        return variable.get_metadata("axes")
+
+    def names(state: Any) -> Params:
+        return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+
+    (_, layer), (_, ends) = _split(config)
+    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), names(layer), is_leaf=lambda node: isinstance(node, tuple))
+    return names(ends) | {"layers": stacked}
+
+
+def shardings(config: QwenConfig, mesh: Mesh) -> Params:
+    """A tree like the parameters of `NamedSharding`; a dimension that its mesh axis does not divide stays whole."""
+    return sharding.param_shardings(mesh, logical_axes(config), param_shapes(config))
+
+
+def _unstack(layers: Params, count: int) -> list[Params]:
+    """One tree per layer. A split, because its gradient is one concatenation instead of a sum of padded arrays."""
+    leaves, structure = jax.tree.flatten(layers)
+    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * count, axis=0)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, [piece[index] for piece in pieces]) for index in range(count)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Network:
+    """What `make_policy` has settled; its methods are the policy's functions and read nothing else."""
+
+    config: QwenConfig
+    mesh: Mesh | None
+    dtype: Any
+    written_out: bool
+    remat: Callable[..., Any] | None
+    layer_definition: Any
+    ends_definition: Any
+
+    def init(self, key: jax.Array) -> Params:
+        places = None if self.mesh is None else shardings(self.config, self.mesh)
+        return jax.jit(lambda key: _init(self.config, key), out_shardings=places)(key)
+
+    def apply(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        sequence_ids: jax.Array,
+        cache: KVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        config, ends = self.config, self._ends(params)
+        x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
+        cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
+
+        def body(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
+            layer = nnx.merge(self.layer_definition, inputs[0])
+            query, key, value = layer.project(x, cos, sin)
+            if cache is None:
+                attended, new = attention.attend(query, key, value, sequence_ids), None
+            else:
+                attended = attention.attend_cached(query, key, value, cache, inputs[1])
+                new = (key, value)
+            return self._rows(layer.finish(x, attended)), new
+
+        if self.remat is not None:
+            body = jax.checkpoint(body, policy=self.remat, prevent_cse=self.written_out)
+        if cache is None and self.written_out:
+            for layer in _unstack(params["layers"], config.layers):
+                x, _ = body(x, (layer, 0))
+        else:
+            # With a cache always a scan: its one loop reads the cache before the write below, so XLA updates in place.
+            # Written out, the last layer's write can be scheduled before its read, which costs a copy of the cache.
+            x, new = jax.lax.scan(body, x, (params["layers"], jnp.arange(config.layers)))
+            if cache is not None:
+                keys, values = new
+                cache = attention.write_cache(cache, keys, values, sequence_ids != 0)
+        return ends.norm(x), cache
+
+    def head(self, params: Params) -> jax.Array:
+        ends = self._ends(params)
+        return ends.embedding[...].T if ends.head is None else ends.head.kernel[...]
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        return jnp.matmul(hidden, self.head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def init_cache(self, slots: int, length: int, dtype: Any = None) -> KVCache:
+        config = self.config
+        shape = (config.layers, slots, length, config.kv_heads, config.head_dim)
+        layout = ("layers", "batch", "length", "kv_heads", "head_dim")
+
+        def make() -> KVCache:
+            zeros = [jnp.zeros(shape, self.dtype if dtype is None else dtype) for _ in range(2)]
+            key, value = (sharding.constrain(array, self.mesh, *layout) for array in zeros)
+            lengths = sharding.constrain(jnp.zeros((slots,), jnp.int32), self.mesh, "batch")
+            return KVCache(k=key, v=value, lengths=lengths)
+
+        return jax.jit(make)()
+
+    def _ends(self, params: Params) -> Ends:
+        return nnx.merge(self.ends_definition, {name: value for name, value in params.items() if name != "layers"})
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        return sharding.constrain(x, self.mesh, "batch", "length", None)
+
+
+def make_policy(
+    config: QwenConfig,
+    *,
+    mesh: Mesh | None = None,
+    compute_dtype: str = "float32",
+    unroll: bool | None = None,
+    remat: str = "none",
+) -> Policy:
+    """The network as pure functions (see `types.Policy`). Raises ValueError for an unknown choice.
+
+    compute_dtype  "float32" or "bfloat16": parameters are cast inside, so float32 masters stay masters. Norms, rotary
+                   angles, softmax and logits are float32 either way.
+    unroll         True writes the layers out, False scans them, None writes out up to 8. With a cache always a scan.
+    remat          "none", "dots" (keep projections, recompute attention) or "full" (keep only each layer's input).
+    mesh           lays activations and fresh parameters out over (data, fsdp) x tensor.
+    """
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"compute_dtype is {compute_dtype!r}; accepted are {', '.join(COMPUTE_DTYPES)}")
+    if remat not in REMAT:
+        raise ValueError(f"remat is {remat!r}; accepted are {', '.join(REMAT)}")
+    (layer_definition, _), (ends_definition, _) = _split(config)
+    network = _Network(
+        config=config,
+        mesh=mesh,
+        dtype=COMPUTE_DTYPES[compute_dtype],
+        written_out=config.layers <= UNROLL_UP_TO if unroll is None else unroll,
+        remat=REMAT[remat],
+        layer_definition=layer_definition,
+        ends_definition=ends_definition,
+    )
+    return Policy(
+        init=network.init,
+        apply=network.apply,
+        logits=network.logits,
+        head=network.head,
+        init_cache=network.init_cache,
+        vocab_size=config.vocab_size,
+    )

@@ -1,0 +1,115 @@
+"""Where arrays live: the device mesh and the table from a parameter's logical axes to mesh axes.
+
+Knows axis names and sizes only; it knows no model, no batch and no optimizer. Nothing here touches a device at import.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")  # rows of a batch are split over both
+
+LogicalAxes = tuple[str | None, ...]
+
+# One mesh axis, or none (None), for each logical axis of a parameter or of the KV cache.
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
+    "layers": None,  # the axis that lax.scan walks
+    "vocab": "tensor",
+    "embed": "fsdp",  # the model width: gathered layer by layer, as in fully sharded data parallelism
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "batch": BATCH_AXES,
+    "length": None,
+}
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with the axes `AXES`, over `devices` or over all devices of all processes.
+
+    Raises ValueError when an axis size is not a positive integer or the product is not the number of devices.
+    """
+    sizes = (data, fsdp, tensor)
+    for name, size in zip(AXES, sizes, strict=True):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"mesh axis {name!r} has size {size!r}; a positive integer is needed")
+    found = list(jax.devices() if devices is None else devices)
+    if math.prod(sizes) != len(found):
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {math.prod(sizes)} devices, but there are "
+            f"{len(found)}: the product of the three sizes must equal the number of devices"
+        )
+    if devices is None:  # jax.make_mesh orders devices by how they are wired together
+        return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array(found, dtype=object).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_size(mesh: Mesh, axis: str | tuple[str, ...] | None) -> int:
+    """The number of pieces that a dimension mapped to `axis` is cut into."""
+    if axis is None:
+        return 1
+    names = (axis,) if isinstance(axis, str) else axis
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def partition_spec(mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int] | None = None) -> PartitionSpec:
+    """The partition of one array. With a `shape`, a dimension that its mesh axis does not divide stays whole.
+
+    That is how a model with 8 key/value heads runs on tensor=16: those projections are replicated.
+    Raises ValueError for a logical axis that `RULES` does not list.
+    """
+    axes: list[str | tuple[str, ...] | None] = []
+    for index, name in enumerate(logical_axes):
+        if name is not None and name not in RULES:
+            raise ValueError(f"unknown logical axis {name!r} in {logical_axes}; known are {', '.join(RULES)}")
+        axis = None if name is None else RULES[name]
+        if shape is not None and shape[index] % axis_size(mesh, axis):
+            axis = None
+        axes.append(axis)
+    return PartitionSpec(*axes)
+
+
+def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any = None) -> Any:
+    """A pytree of `NamedSharding` for a pytree of logical-axis tuples.
+
+    `shapes`, a pytree of the same structure whose leaves have `.shape` (arrays or `jax.ShapeDtypeStruct`), makes
+    dimensions that do not divide fall back to whole; without it every rule is applied as it stands.
+    """
+
+    def is_axes(node: Any) -> bool:
+        return isinstance(node, tuple)
+
+    if shapes is None:
+        return jax.tree.map(lambda axes: NamedSharding(mesh, partition_spec(mesh, axes)), logical_axes, is_leaf=is_axes)
+    return jax.tree.map(
+        lambda axes, leaf: NamedSharding(mesh, partition_spec(mesh, axes, leaf.shape)),
+        logical_axes,
+        shapes,
+        is_leaf=is_axes,
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows (axis 0) over `data` and `fsdp`, everything else whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(array: jax.Array, mesh: Mesh | None, *logical_axes: str | None) -> jax.Array:
+    """Inside jit: ask for the layout of `logical_axes`; no-op without a mesh, and for dimensions that do not divide."""
+    if mesh is None:
+        return array
+    sharding = NamedSharding(mesh, partition_spec(mesh, logical_axes, array.shape))
+    return jax.lax.with_sharding_constraint(array, sharding)
