@@ -1,0 +1,81 @@
+"""The one place that knows padded shapes: prefill lengths and rows, cache lengths, training rows.
+
+Every jitted function of the library sees only sizes listed here, so the number of compilations is bounded by the
+number of buckets. Knows sizes only: nothing of tokens, slots or parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+def pick(size: int, sizes: Sequence[int], what: str = "size") -> int:
+    """The smallest bucket that holds `size`. Raises ValueError beyond the largest."""
+    for bucket in sizes:
+        if size <= bucket:
+            return bucket
+    raise ValueError(f"{what} {size} exceeds the largest bucket {sizes[-1]} (buckets: {list(sizes)})")
+
+
+def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 2 x smallest, 4 x ..., ending exactly at `largest`."""
+    if not 0 < smallest <= largest:
+        raise ValueError(f"buckets need 0 < smallest <= largest, got {smallest} and {largest}")
+    sizes = [smallest]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Padded sizes of the sampler, each ascending.
+
+    prefill_lengths: tokens a row may add in one prefill call; a longer rest is prefilled in pieces of the largest.
+    prefill_rows: rows of one prefill call (per slot shard of the mesh).
+    cache_lengths: positions the key-value cache has room for; it grows from one to the next as slots fill.
+    """
+
+    prefill_lengths: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+    cache_lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            sizes = getattr(self, field.name)
+            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"Buckets.{field.name} must be ascending positive sizes, got {list(sizes)}")
+
+    def compile_bound(self) -> int:
+        """The most programs a sampler with these buckets may compile."""
+        caches = len(self.cache_lengths)
+        prefills = len(self.prefill_lengths) * len(self.prefill_rows) * caches
+        resizes = caches * (caches - 1) // 2
+        return prefills + caches + resizes + caches  # prefill, decode, resize, fresh state
+
+
+def sampler_buckets(max_length: int, slots: int, *, shards: int = 1) -> Buckets:
+    """Default buckets for `slots` slots of `max_length` positions, split over `shards` parts of the mesh."""
+    longest = min(max_length, 2048)
+    rows = max(1, slots // shards)
+    return Buckets(
+        prefill_lengths=doubling(min(32, longest), longest),
+        prefill_rows=tuple(sorted({min(4, rows), min(16, rows), rows})),
+        cache_lengths=doubling(min(256, max_length), max_length),
+    )
+
+
+def train_rows(rows: int, multiple: int) -> int:
+    """Rows that a training batch is padded to: a multiple of `multiple`, from a list that grows by about a quarter.
+
+    `multiple` is micro-batches x row shards. The list holds multiple x (1, 2, ..., 8, 10, 12, 14, 16, 20, ...): at
+    most four shapes per doubling are compiled, and padding beyond the multiple adds less than a quarter of the rows.
+    """
+    if rows < 0 or multiple < 1:
+        raise ValueError(f"train_rows needs rows >= 0 and multiple >= 1, got {rows} and {multiple}")
+    units = max(1, -(-rows // multiple))
+    step = 1
+    while units > 8 * step:
+        step *= 2
+    return -(-units // step) * step * multiple

@@ -1,0 +1,63 @@
+"""Padded shapes: picked by size, bounded in number, and never smaller than what they hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envace_jax.buckets import Buckets, doubling, pick, sampler_buckets, train_rows
+
+
+def test_pick_takes_the_smallest_that_holds():
+    assert [pick(n, (4, 16, 64)) for n in (0, 1, 4, 5, 16, 17, 64)] == [4, 4, 4, 16, 16, 64, 64]
+    with pytest.raises(ValueError, match=r"prompt 65 exceeds the largest bucket 64 \(buckets: \[4, 16, 64\]\)"):
+        pick(65, (4, 16, 64), "prompt")
+
+
+def test_doubling_ends_exactly_at_the_largest():
+    assert doubling(32, 256) == (32, 64, 128, 256)
+    assert doubling(32, 300) == (32, 64, 128, 256, 300)
+    assert doubling(5, 5) == (5,)
+    with pytest.raises(ValueError, match="0 < smallest <= largest"):
+        doubling(8, 4)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 4), (8, 4), (4, 4)])
+def test_buckets_must_ascend(sizes):
+    with pytest.raises(ValueError, match="Buckets.prefill_rows must be ascending positive sizes"):
+        Buckets((32,), sizes, (64,))
+
+
+def test_compile_bound_worked_by_hand():
+    # 2 lengths x 2 rows x 3 caches = 12 prefills, 3 decodes, 3 resizes (12, 13, 23), 3 fresh states
+    assert Buckets((8, 32), (1, 4), (64, 128, 256)).compile_bound() == 21
+
+
+@given(st.integers(1, 300), st.integers(8, 40_000), st.sampled_from([1, 2, 4]))
+def test_default_buckets_hold_every_size(slots, max_length, shards):
+    buckets = sampler_buckets(max_length, slots * shards, shards=shards)
+    assert buckets.cache_lengths[-1] == max_length
+    assert buckets.prefill_rows[-1] == slots
+    assert buckets.prefill_lengths[-1] <= max_length
+
+
+def test_train_rows_worked_by_hand():
+    assert [train_rows(n, 1) for n in (0, 1, 7, 8, 9, 10, 11, 16, 17, 33)] == [1, 1, 7, 8, 10, 10, 12, 16, 20, 40]
+    assert [train_rows(n, 8) for n in (1, 8, 9, 70)] == [8, 8, 16, 80]
+    with pytest.raises(ValueError, match="multiple >= 1"):
+        train_rows(3, 0)
+
+
+@given(st.integers(0, 20_000), st.integers(1, 64))
+def test_train_rows_properties(rows, multiple):
+    padded = train_rows(rows, multiple)
+    needed = max(1, -(-rows // multiple)) * multiple
+    assert padded >= rows and padded % multiple == 0
+    assert padded < 1.25 * needed or padded == needed
+    assert train_rows(padded, multiple) == padded
+    assert train_rows(rows + 1, multiple) >= padded
+
+
+def test_train_rows_comes_from_a_short_list():
+    assert len({train_rows(n, 1) for n in range(513, 1025)}) == 4
