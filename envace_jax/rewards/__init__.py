@@ -1,0 +1,20 @@
+"""Rewards: what scores a finished user turn. The interface and the one fault every reward may report."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from envace_jax.types import MessageList, Task, TurnScore
+
+
+class RewardUnavailable(RuntimeError):
+    """A turn's score cannot be known (no judge, a judge's fault). The trajectory is masked, never scored 0."""
+
+
+class Reward(Protocol):
+    """Scores user turns; slow rewards answer later, through the future."""
+
+    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
+        """Scores what follows the user message of `turn` (assistant and tool messages, in order)."""
+        ...

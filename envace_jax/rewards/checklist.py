@@ -1,0 +1,151 @@
+"""The checklist reward: weighted items per user turn, each with a program check.
+
+After the authors' checklist scoring: an item holds if any step of the turn passes it, and items about calls or results
+fail in a step whose tool result is an error. Knows nothing of tokens, policies or who answered the calls. Items without
+a check need a judge, which is another reward behind the same interface.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+from envace_jax.rewards import RewardUnavailable
+from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
+
+__all__ = ["ChecklistReward", "RewardUnavailable", "json_equal", "says"]
+
+Step = list[tuple[str, Json, Json]]  # (tool name, arguments, result) of one assistant message's calls
+_MISSING = object()
+
+
+class ChecklistReward:
+    """Scores a turn by the program checks of its items.
+
+    `score_turn` returns a finished future: a TurnScore, or RewardUnavailable where an item has no check or one of an
+    unknown kind. The turn's reward is the sum of the weights of the items that hold, in [0, 1]; the next turn may begin
+    when every item with `required_for_next_turn` holds. An item whose `dependence` does not hold does not hold either.
+    """
+
+    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
+        future: Future[TurnScore] = Future()
+        items = task.checklist[turn]
+        steps, reply = read_turn(turn_messages)
+        try:
+            passed = [_passes(item, steps, reply) for item in items]
+        except RewardUnavailable as fault:
+            future.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: {fault}"))
+            return future
+        verdicts = _with_dependence(items, passed)
+        held = sum(item.weight for item, verdict in zip(items, verdicts, strict=True) if verdict)
+        reward = 1.0 if all(verdicts) else min(1.0, held)
+        proceed = all(verdict for item, verdict in zip(items, verdicts, strict=True) if item.required_for_next_turn)
+        future.set_result(TurnScore(reward=reward, verdicts=verdicts, proceed=proceed))
+        return future
+
+
+def read_turn(turn_messages: MessageList) -> tuple[list[Step], str]:
+    """The steps of a turn (assistant messages with calls, each call with its result) and its final reply.
+
+    The reply is the text of the last message if that is an assistant message without calls, else empty. A call without
+    a result, and a result that is not JSON, count as errors.
+    """
+    steps: list[Step] = []
+    answered = 0
+    reply = ""
+    for message in turn_messages:
+        if message["role"] == "assistant":
+            calls = [_name_and_arguments(call) for call in message.get("tool_calls") or ()]
+            reply = "" if calls else message.get("content") or ""
+            if calls:
+                steps.append([(name, arguments, _MISSING) for name, arguments in calls])
+                answered = 0
+        elif message["role"] == "tool":
+            reply = ""
+            if steps and answered < len(steps[-1]):
+                name, arguments, _ = steps[-1][answered]
+                steps[-1][answered] = (name, arguments, _result(message))
+                answered += 1
+    return steps, reply
+
+
+def says(reply: str, words: Sequence[str]) -> bool:
+    """Whether every word or number stands in the reply as a whole word, upper or lower case.
+
+    A number does not count as part of a longer one: 120 is not in "1120", "1,120", "120.5" or "-120".
+    """
+    return all(_stands_in(word, reply) for word in words)
+
+
+def json_equal(left: Json, right: Json) -> bool:
+    """Equality of JSON values: 1 equals 1.0, true does not equal 1, the order of object members does not matter."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(json_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(json_equal, left, right))
+    return bool(left == right)
+
+
+def _passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
+    check = item.check
+    if check is None:
+        raise RewardUnavailable(f"the item {item.question!r} has no program check and needs a judge")
+    kind = check.get("kind")
+    if kind == "no_call":
+        return not steps
+    if kind == "reply":
+        return says(reply, check["words"])
+    if kind not in ("call", "result"):
+        raise RewardUnavailable(f"the item {item.question!r} has a check of the unknown kind {kind!r}")
+    sound = (step for step in steps if not any(_is_error(result) for _, _, result in step))
+    return any(_call_passes(check, *entry) for step in sound for entry in step)
+
+
+def _call_passes(check: Mapping[str, Json], name: str, arguments: Json, result: Json) -> bool:
+    if name != check["name"]:
+        return False
+    if check["kind"] == "call":
+        return json_equal(arguments, check["arguments"])
+    return isinstance(result, dict) and json_equal(result.get(check["field"], _MISSING), check["value"])
+
+
+def _with_dependence(items: Sequence[CheckItem], passed: Sequence[bool]) -> tuple[bool, ...]:
+    """Takes away what rests on an item that does not hold, however long the chain."""
+    verdicts = list(passed)
+    for _ in items:  # a chain is at most as long as the list
+        verdicts = [
+            verdict and all(verdicts[other] for other in item.dependence)
+            for item, verdict in zip(items, verdicts, strict=True)
+        ]
+    return tuple(verdicts)
+
+
+def _is_error(result: Json) -> bool:
+    return result is _MISSING or (isinstance(result, dict) and "error_tool_call" in result)
+
+
+def _result(message: Message) -> Json:
+    try:
+        return json.loads(message["content"])
+    except ValueError:
+        return _MISSING
+
+
+def _name_and_arguments(call: Mapping[str, Json]) -> tuple[str, Json]:
+    """Takes {"name", "arguments"} and OpenAI's {"function": {"name", "arguments": JSON text}} alike."""
+    call = call.get("function", call)
+    arguments = call["arguments"]
+    return call["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _stands_in(word: str, reply: str) -> bool:
+    pattern = re.escape(word.strip())
+    if re.fullmatch(r"-?\d+(?:\.\d+)?", word.strip()):
+        pattern = rf"(?<![\w-])(?<!\d[.,]){pattern}(?!\w)(?![.,]\d)"
+    else:
+        pattern = rf"(?<!\w){pattern}(?!\w)"
+    return re.search(pattern, reply, re.IGNORECASE) is not None
