@@ -1,0 +1,324 @@
+"""One trajectory as a pure state machine: what it waits for, what came, how it ends.
+
+An Episode is frozen; each `on_...` function takes what the episode waited for and gives the next Episode. It does no
+IO and knows neither the sampler nor who answers outside calls; `rollout.py` moves it along.
+
+    ACT --calls--> REHEARSE or RESPONSE --results--> ACT
+    ACT --plain reply--> JUDGE --score--> ACT (the next user turn), or NOTHING
+
+The ACT stream is a list of pieces that is only ever extended: prompt pieces, sampled ids as they were sampled, what
+closes a message, tool results, user turns. Nothing is decoded and encoded again, and earlier pieces are shared between
+successive episodes rather than copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from envace_jax.chat import ParsedAssistant, parse_assistant
+from envace_jax.roles import (
+    Prompts,
+    PromptTooLong,
+    act_prompt,
+    canonical_result,
+    is_error_result,
+    parse_rehearsal,
+    rehearse_prompt,
+)
+from envace_jax.types import Message, Need, Role, Segment, Status, Task, ToolCall, Trajectory, TurnScore
+
+
+class Reason(enum.StrEnum):
+    """Why a trajectory ended. Only FAULT is not the policy's doing: it masks the trajectory."""
+
+    DONE = "done"  # the last user turn was judged
+    MALFORMED_CALL = "malformed_call"  # an assistant message whose calls cannot be read
+    TOO_MANY_CALLS = "too_many_calls"  # more parallel calls than the limit
+    REHEARSAL_ERROR = "rehearsal_error"  # a rehearsed result is unreadable or says that the call cannot be executed
+    TOOL_ERROR = "tool_error"  # the same from a real tool
+    REQUIRED_ITEM = "required_item"  # a checklist item that the next user turn requires was not met
+    LENGTH = "length"  # a response limit, the context limit, or a prompt limit was reached
+    ASSISTANT_LIMIT = "assistant_limit"  # as many assistant messages as allowed
+    USER_LIMIT = "user_limit"  # as many user turns as allowed
+    GENERATION_LIMIT = "generation_limit"  # as many generations, both roles together, as allowed
+    FAULT = "fault"  # something outside the policy failed; written "fault: <type>: <message>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds of one trajectory; the defaults are the authors' for 8B. Prompt limits are in `roles.Prompts`."""
+
+    assistant_turns: int = 30
+    user_turns: int = 30
+    parallel_calls: int = 20
+    generations: int = 200  # both roles together
+    act_context: int = 20_000  # tokens; an ACT prompt plus `act_response` must fit
+    act_response: int = 8_000  # tokens
+    rehearse_response: int = 8_000  # tokens
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"limit {field.name}={getattr(self, field.name)} must be at least 1")
+        if self.act_response >= self.act_context:
+            raise ValueError(
+                f"limit act_response={self.act_response} leaves no room for a prompt in act_context={self.act_context}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A generation that an episode waits for. `index` will be the position of its segment in the trajectory."""
+
+    role: Role
+    index: int
+    prompt_tokens: np.ndarray  # i32[P]
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """A trajectory under way. `requests` is non-empty exactly while `needs` is ACT or REHEARSE."""
+
+    prompts: Prompts
+    limits: Limits
+    task: Task
+    group_id: int
+    attempt: int
+    answered_by: Need  # REHEARSE or RESPONSE: who answers tool calls
+    needs: Need = Need.NOTHING
+    requests: tuple[Request, ...] = ()
+    act_pieces: tuple[np.ndarray, ...] = ()  # i32 each; their concatenation is the ACT stream
+    pending_calls: tuple[ToolCall, ...] = ()
+    messages: tuple[Message, ...] = ()  # the conversation so far
+    turn: int = 0  # the user turn under way
+    turn_start: int = 0  # where in `messages` it begins (at its user message)
+    assistant_turns: int = 0  # assistant messages so far
+    segments: tuple[Segment, ...] = ()
+    turn_scores: tuple[TurnScore, ...] = ()
+    status: Status = "ok"
+    reason: str = ""
+
+    @property
+    def act_tokens(self) -> np.ndarray:
+        """The ACT stream, i32[T]."""
+        return np.concatenate(self.act_pieces) if self.act_pieces else np.zeros(0, np.int32)
+
+    @property
+    def turn_messages(self) -> tuple[Message, ...]:
+        """The messages of the user turn under way, its user message first."""
+        return self.messages[self.turn_start :]
+
+
+def start(
+    prompts: Prompts,
+    limits: Limits,
+    task: Task,
+    group_id: int,
+    attempt: int,
+    *,
+    answered_by: Need = Need.REHEARSE,
+) -> Episode:
+    """The episode before its first assistant message; already over ("length") where the task's prompt is too long."""
+    if answered_by not in (Need.REHEARSE, Need.RESPONSE):
+        raise ValueError(f"answered_by={answered_by} cannot answer tool calls; accepted: REHEARSE, RESPONSE")
+    opening: list[Message] = [*task.messages, {"role": "user", "content": task.user_turns[0]}]
+    episode = Episode(
+        prompts,
+        limits,
+        task,
+        group_id,
+        attempt,
+        answered_by,
+        messages=tuple(opening),
+        turn_start=len(opening) - 1,
+    )
+    try:
+        return _ask_act(_extend(episode, act_prompt(prompts, task)))
+    except PromptTooLong:
+        return _end(episode, Reason.LENGTH)
+
+
+def on_act(episode: Episode, segment: Segment) -> Episode:
+    """The policy's assistant message arrived."""
+    _expect(episode, Need.ACT)
+    chat = episode.prompts.chat
+    act_text = _text(episode, segment)
+    parsed = parse_assistant(act_text)
+    before = episode.messages
+    episode = dataclasses.replace(
+        _extend(episode, segment.tokens, chat.close(segment.tokens.tolist())),
+        requests=(),
+        messages=(*before, _assistant_message(parsed, act_text)),
+        segments=(*episode.segments, segment),
+        assistant_turns=episode.assistant_turns + 1,
+    )
+    if segment.finish_reason == "length":
+        return _end(episode, Reason.LENGTH)
+    if parsed.error is not None:
+        return _end(episode, Reason.MALFORMED_CALL)
+    if len(parsed.calls) > episode.limits.parallel_calls:
+        return _end(episode, Reason.TOO_MANY_CALLS)
+    if not parsed.calls:
+        return dataclasses.replace(episode, needs=Need.JUDGE)
+    episode = dataclasses.replace(episode, pending_calls=tuple(parsed.calls))
+    if episode.answered_by is Need.RESPONSE:
+        return dataclasses.replace(episode, needs=Need.RESPONSE)
+    return _ask_rehearse(episode, before, act_text)
+
+
+def on_rehearsed(episode: Episode, segments: Sequence[Segment]) -> Episode:
+    """The policy's answers to the pending calls arrived, in call order."""
+    _expect(episode, Need.REHEARSE)
+    parsed = [parse_rehearsal(_text(episode, segment)) for segment in segments]
+    episode = dataclasses.replace(episode, segments=(*episode.segments, *segments))
+    failure = None if all(ok for _, ok in parsed) else Reason.REHEARSAL_ERROR
+    return _take_results(episode, [result for result, _ in parsed], failure, rehearsed=True)
+
+
+def on_results(episode: Episode, results: Sequence[str]) -> Episode:
+    """Outside answers to the pending calls arrived, in call order: JSON texts of an object or an array.
+
+    Raises ValueError for any other text: that is the responder's fault, not the policy's.
+    """
+    _expect(episode, Need.RESPONSE)
+    results = [canonical_result(result) for result in results]
+    failure = Reason.TOOL_ERROR if any(map(is_error_result, results)) else None
+    return _take_results(episode, results, failure, rehearsed=False)
+
+
+def on_score(episode: Episode, score: TurnScore) -> Episode:
+    """The user turn that ended was judged: begin the next one, or end.
+
+    Raises ValueError for a reward outside [0, 1] or not finite: that is the judge's fault.
+    """
+    _expect(episode, Need.JUDGE)
+    if not -1e-6 <= score.reward <= 1 + 1e-6:  # a sum of weights may miss 1 by rounding; nan fails the comparison
+        raise ValueError(f"the reward of turn {episode.turn} is {score.reward}; accepted: 0 to 1")
+    turn = episode.turn + 1
+    episode = dataclasses.replace(episode, turn_scores=(*episode.turn_scores, score))
+    if turn == len(episode.task.user_turns):
+        return _end(episode, Reason.DONE)
+    if not score.proceed:
+        return _end(episode, Reason.REQUIRED_ITEM)
+    if turn >= episode.limits.user_turns:
+        return _end(episode, Reason.USER_LIMIT)
+    text = episode.task.user_turns[turn]
+    episode = dataclasses.replace(
+        _extend(episode, episode.prompts.chat.user(text), _assistant_prefix(episode)),
+        messages=(*episode.messages, {"role": "user", "content": text}),
+        turn=turn,
+        turn_start=len(episode.messages),
+    )
+    return _ask_act(episode)
+
+
+def on_fault(episode: Episode, error: BaseException) -> Episode:
+    """Something outside the policy failed: the trajectory is masked, whatever it had earned."""
+    message = " ".join(f"{Reason.FAULT}: {type(error).__name__}: {error}".split())
+    return dataclasses.replace(_end(episode, message[:300]), status="failed")
+
+
+def as_trajectory(episode: Episode) -> Trajectory:
+    """The finished episode. Its reward is the mean over the task's user turns; turns not judged count 0."""
+    _expect(episode, Need.NOTHING)
+    earned = sum(score.reward for score in episode.turn_scores) / len(episode.task.user_turns)
+    return Trajectory(
+        task_id=episode.task.task_id,
+        group_id=episode.group_id,
+        attempt=episode.attempt,
+        segments=episode.segments,
+        reward=float("nan") if episode.status == "failed" else min(max(earned, 0.0), 1.0),
+        status=episode.status,
+        reason=episode.reason,
+        messages=episode.messages,
+        turn_scores=episode.turn_scores,
+    )
+
+
+def _take_results(episode: Episode, results: Sequence[str], failure: Reason | None, *, rehearsed: bool) -> Episode:
+    if len(results) != len(episode.pending_calls):
+        raise ValueError(f"{len(results)} results for {len(episode.pending_calls)} pending calls")
+    told = tuple(
+        {"role": "tool", "name": call.name, "content": result, "rehearsed": rehearsed}
+        for call, result in zip(episode.pending_calls, results, strict=True)
+    )
+    episode = dataclasses.replace(episode, requests=(), pending_calls=(), messages=(*episode.messages, *told))
+    if failure is not None:
+        return _end(episode, failure)
+    return _ask_act(_extend(episode, episode.prompts.chat.tool_results(list(results)), _assistant_prefix(episode)))
+
+
+def _ask_act(episode: Episode) -> Episode:
+    limits, prompt = episode.limits, episode.act_tokens
+    if episode.assistant_turns >= limits.assistant_turns:
+        return _end(episode, Reason.ASSISTANT_LIMIT)
+    if len(episode.segments) >= limits.generations:
+        return _end(episode, Reason.GENERATION_LIMIT)
+    if len(prompt) + limits.act_response > limits.act_context:
+        return _end(episode, Reason.LENGTH)
+    request = Request(Role.ACT, len(episode.segments), prompt, limits.act_response)
+    return dataclasses.replace(episode, needs=Need.ACT, requests=(request,))
+
+
+def _ask_rehearse(episode: Episode, before: Sequence[Message], act_text: str) -> Episode:
+    """Asks for all pending calls side by side: each sees the conversation before the message that made them."""
+    first = len(episode.segments)
+    if first + len(episode.pending_calls) > episode.limits.generations:
+        return _end(episode, Reason.GENERATION_LIMIT)
+    try:
+        prompts = [
+            rehearse_prompt(episode.prompts, episode.task, before, act_text, call) for call in episode.pending_calls
+        ]
+    except PromptTooLong:
+        return _end(episode, Reason.LENGTH)
+    requests = tuple(
+        Request(Role.REHEARSE, first + position, np.asarray(prompt, np.int32), episode.limits.rehearse_response)
+        for position, prompt in enumerate(prompts)
+    )
+    return dataclasses.replace(episode, needs=Need.REHEARSE, requests=requests)
+
+
+def _end(episode: Episode, reason: str) -> Episode:
+    return dataclasses.replace(episode, needs=Need.NOTHING, requests=(), pending_calls=(), reason=str(reason))
+
+
+def _extend(episode: Episode, *pieces: Sequence[int] | np.ndarray) -> Episode:
+    """The only way that the ACT stream grows."""
+    added = tuple(np.asarray(piece, np.int32) for piece in pieces)
+    return dataclasses.replace(episode, act_pieces=(*episode.act_pieces, *added))
+
+
+def _assistant_prefix(episode: Episode) -> list[int]:
+    return episode.prompts.chat.assistant_prefix(thinking=episode.prompts.thinking)
+
+
+def _text(episode: Episode, segment: Segment) -> str:
+    """What a segment says, without the id that stopped it."""
+    chat, tokens = episode.prompts.chat, segment.tokens.tolist()
+    return chat.decode(tokens[:-1] if tokens and tokens[-1] in chat.stop_ids else tokens)
+
+
+def _assistant_message(parsed: ParsedAssistant, text: str) -> Message:
+    if parsed.error is not None:  # keep what was written: there is no reading of it
+        return {"role": "assistant", "content": text}
+    message: dict[str, object] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in parsed.calls
+        ]
+    return message
+
+
+def _expect(episode: Episode, need: Need) -> None:
+    if episode.needs is not need:
+        raise ValueError(
+            f"task {episode.task.task_id!r} attempt {episode.attempt} waits for {episode.needs.value}, not {need.value}"
+        )

@@ -1,0 +1,309 @@
+"""The prompts and answers of the policy's two roles, as token ids and text.
+
+ACT continues the conversation with the tools in view; REHEARSE is asked, once per tool call, to play the tool and to
+answer inside `<execution_result>` tags, from a prompt of its own. This module knows nothing of sampling, episodes or
+rewards, and keeps no state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from envace_jax.chat import THINK_CLOSE, THINK_OPEN, Chat, render_call
+from envace_jax.types import Json, Message, Task, ToolCall
+
+RESULT_OPEN = "<execution_result>"
+RESULT_CLOSE = "</execution_result>"
+ERROR_KEY = "error_tool_call"  # a result object with this key says that the call could not be executed at all
+OMITTED_MARKER = "[earlier lines of the conversation are left out here]"
+
+Reference = Sequence[tuple[ToolCall, str]]
+
+# The procedure follows method.md ("What is trained"); the wording is ours.
+FULL_SYSTEM = f"""\
+You play the tools of a software system. An assistant talks with a user and calls tools; for one of its calls you \
+write down exactly what the tool would return. You never talk to the user and you never continue the assistant's work.
+
+Go through these checks in order:
+1. Format: the call is well-formed, with a tool name and an object of arguments.
+2. Tool: the name is one of the tools listed under "Tools".
+3. Arguments: every required argument is there, each has the type and one of the values that the schema allows, and \
+no argument is unknown to the schema.
+4. Result: if all three hold, write what the tool returns. It must fit the tool's description, the example results, \
+and everything that the conversation has established: what was created, changed or removed earlier stays so. If the \
+tool itself would refuse (say, an unknown id or too little money), return the refusal as that tool would word it.
+
+If check 1, 2 or 3 fails, return {{"{ERROR_KEY}": {{"code": "...", "message": "...", "details": "..."}}}} where \
+code is malformed_call, unknown_tool or invalid_arguments.
+
+Answer with one non-empty JSON object, or a JSON array, between tags and with nothing after them:
+{RESULT_OPEN}
+{{"field": "value"}}
+{RESULT_CLOSE}"""
+COMPACT_SYSTEM = "Simulate the tools."  # for models so small that every prompt token costs
+
+
+class PromptTooLong(ValueError):
+    """A prompt exceeds its limit even after all that may be left out was left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """How prompts are written.
+
+    `style` is "full" (the method's sections) or "compact" (for tiny models). `max_act_prompt` bounds the first ACT
+    prompt of a task and `max_rehearse_prompt` every REHEARSE prompt, in tokens. `reference_examples` puts the task's
+    reference calls and results into the REHEARSE prompt.
+    """
+
+    chat: Chat
+    style: Literal["full", "compact"] = "full"
+    thinking: bool = True
+    max_act_prompt: int = 12_000
+    max_rehearse_prompt: int = 12_000
+    reference_examples: bool = True
+
+    def __post_init__(self) -> None:
+        if self.style not in ("full", "compact"):
+            raise ValueError(f"prompt style {self.style!r} is unknown; accepted: 'full', 'compact'")
+        for name in ("max_act_prompt", "max_rehearse_prompt"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1 token")
+
+
+def act_prompt(prompts: Prompts, task: Task) -> list[int]:
+    """Token ids up to the policy's first assistant message: system text, tools, first user turn, assistant prefix.
+
+    Nothing is cut: a task without its tools or its rules is another task. Raises PromptTooLong beyond
+    `max_act_prompt`, ValueError for a task without user turns.
+    """
+    if not task.user_turns:
+        raise ValueError(f"task {task.task_id!r} has no user turns; at least one is needed")
+    chat = prompts.chat
+    system = next((message["content"] for message in task.messages if message["role"] == "system"), None)
+    tokens = [
+        *chat.system(system, list(task.tools)),
+        *chat.user(task.user_turns[0]),
+        *chat.assistant_prefix(thinking=prompts.thinking),
+    ]
+    if len(tokens) > prompts.max_act_prompt:
+        raise PromptTooLong(
+            f"the first prompt of task {task.task_id!r} has {len(tokens)} tokens; max_act_prompt is "
+            f"{prompts.max_act_prompt}"
+        )
+    return tokens
+
+
+def rehearse_prompt(
+    prompts: Prompts,
+    task: Task,
+    messages: Sequence[Message],
+    act_text: str,
+    call: ToolCall,
+    *,
+    reference: Reference | None = None,
+) -> list[int]:
+    """Token ids that ask the policy to play the tool for one call: system text, one user text, assistant prefix.
+
+    Args:
+      messages: the conversation before the assistant message that calls; system messages are left out.
+      act_text: that assistant message as generated.
+      call: the call to answer.
+      reference: example calls and results; by default the task's own if `prompts.reference_examples`.
+
+    What stays the same within a trajectory comes first, so that kept caches can be reused. If the prompt exceeds
+    `max_rehearse_prompt`, the oldest lines of the conversation are dropped, as few as possible, and nothing else.
+    Raises PromptTooLong if it does not fit without any of them.
+    """
+    if reference is None:
+        reference = task.reference if prompts.reference_examples else ()
+    write = _full_text if prompts.style == "full" else _compact_text
+    system = FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM
+    lines = _conversation_lines(messages, flat=prompts.style == "compact")
+
+    def tokens_without(dropped: int) -> list[int]:
+        text = write(task, reference, lines[dropped:], dropped > 0, act_text, call)
+        if prompts.thinking:
+            text += "\n/think"
+        return [
+            *prompts.chat.system(system, []),
+            *prompts.chat.user(text),
+            *prompts.chat.assistant_prefix(thinking=prompts.thinking),
+        ]
+
+    tokens = tokens_without(0)
+    if len(tokens) <= prompts.max_rehearse_prompt:
+        return tokens
+    tokens = tokens_without(len(lines))
+    if len(tokens) > prompts.max_rehearse_prompt:
+        raise PromptTooLong(
+            f"the rehearse prompt for {call.name!r} in task {task.task_id!r} has {len(tokens)} tokens without any "
+            f"conversation; max_rehearse_prompt is {prompts.max_rehearse_prompt}"
+        )
+    fewest, most = 1, len(lines)  # a binary search: dropping `most` lines fits
+    while fewest < most:
+        middle = (fewest + most) // 2
+        attempt = tokens_without(middle)
+        if len(attempt) <= prompts.max_rehearse_prompt:
+            most, tokens = middle, attempt
+        else:
+            fewest = middle + 1
+    return tokens
+
+
+def parse_rehearsal(text: str) -> tuple[str, bool]:
+    """Reads a REHEARSE answer into (canonical result text, ok).
+
+    The result is the JSON between the tags, a non-empty object or an array, after the thinking that may open the text.
+    Everything else gives the JSON text of `{"error_tool_call": {"code", "message", "details"}}` and False, as does an
+    answer that is itself such an error object.
+    """
+    answer = text
+    if text.lstrip().startswith(THINK_OPEN):  # elsewhere the tags are part of a result or of a stray text
+        _, thought, answer = text.partition(THINK_CLOSE)
+        if not thought:
+            return _error_result("no_result", "the thinking was not closed", text), False
+    _, opened, rest = answer.partition(RESULT_OPEN)
+    body, closed, _ = rest.rpartition(RESULT_CLOSE)
+    if not opened or not closed:
+        tag = RESULT_CLOSE if opened else RESULT_OPEN
+        return _error_result("no_result", f"the answer has no {tag}", answer), False
+    try:
+        result = canonical_result(body)
+    except ValueError as error:
+        return _error_result("invalid_result", str(error), body), False
+    if result == "{}":
+        return _error_result("invalid_result", "the object is empty", body), False
+    return result, not is_error_result(result)
+
+
+def rehearsal_target(result_text: str) -> str:
+    """The answer that REHEARSE should give for a known result: the inverse of `parse_rehearsal`."""
+    return f"{RESULT_OPEN}\n{result_text}\n{RESULT_CLOSE}"
+
+
+def canonical_result(text: str) -> str:
+    """The one way to write a tool result: `json.dumps(value, ensure_ascii=False)` of a JSON object or array.
+
+    Raises ValueError, in one line, for anything else, for numbers that JSON cannot hold (nan, infinity) and for text
+    that cannot be encoded in UTF-8.
+    """
+    try:
+        value = json.loads(text)
+        result = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        result.encode("utf-8")  # a lone surrogate (say "\ud800") parses but no tokenizer takes it
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict | list):
+        raise ValueError(f"a JSON {type(value).__name__}; a tool result is an object or an array")
+    return result
+
+
+def is_error_result(result_text: str) -> bool:
+    """Whether a tool result says that the call could not be executed (a domain's own refusal is an ordinary result)."""
+    try:
+        value = json.loads(result_text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and ERROR_KEY in value
+
+
+def message_calls(message: Message) -> list[ToolCall]:
+    """The calls of an assistant message: `tool_calls[].function.{name, arguments}`, arguments an object or its text."""
+    calls = []
+    for entry in message.get("tool_calls") or ():
+        function = entry.get("function", entry)
+        arguments = function["arguments"]
+        calls.append(ToolCall(function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments))
+    return calls
+
+
+def _error_result(code: str, message: str, source: str) -> str:
+    details = source.strip().encode("utf-8", "replace").decode("utf-8")[:200]
+    return json.dumps({ERROR_KEY: {"code": code, "message": message, "details": details}}, ensure_ascii=False)
+
+
+def _full_text(
+    task: Task, reference: Reference, lines: Sequence[str], shortened: bool, act_text: str, call: ToolCall
+) -> str:
+    schema = next((tool for tool in map(_function, task.tools) if tool["name"] == call.name), None)
+    asked = [
+        f"Name: {call.name}",
+        f"Schema: {_json(schema) if schema is not None else 'none, no such tool is listed'}",
+        f"Arguments: {_json(dict(call.arguments))}",
+    ]
+    conversation = [OMITTED_MARKER, *lines] if shortened else lines
+    return _sections(
+        ("# Tools", [_json(_function(tool)) for tool in task.tools]),
+        ("\n# Example calls and results", _example_lines(reference)),
+        ("\n# Conversation so far", conversation),
+        ("\n# The assistant's message", [act_text]),
+        ("\n# The call to answer", asked),
+    )
+
+
+def _compact_text(
+    task: Task, reference: Reference, lines: Sequence[str], shortened: bool, act_text: str, call: ToolCall
+) -> str:
+    del shortened, act_text  # a tiny model reads neither
+    tools = [{key: tool[key] for key in ("name", "parameters") if key in tool} for tool in map(_function, task.tools)]
+    return _sections(
+        ("TOOLS", [_json(tool) for tool in tools]),
+        ("HISTORY", lines),
+        ("EXAMPLES", _example_lines(_most_similar_last(reference, call))),
+        ("CALL", [render_call(call)]),
+    )
+
+
+def _most_similar_last(reference: Reference, call: ToolCall) -> list[tuple[ToolCall, str]]:
+    """Examples of the called tool go last, those with most arguments in common after the others; else in their order.
+
+    A tiny model looks an example up far more easily where it is near.
+    """
+
+    def similarity(example: tuple[ToolCall, str]) -> tuple[bool, int]:
+        other = example[0]
+        shared = sum(other.arguments.get(name) == value for name, value in call.arguments.items())
+        return other.name == call.name, shared
+
+    return sorted(reference, key=similarity)
+
+
+def _sections(*sections: tuple[str, Sequence[str]]) -> str:
+    return "\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
+
+
+def _example_lines(reference: Reference) -> list[str]:
+    return [f"{render_call(call)} => {result}" for call, result in reference]
+
+
+def _conversation_lines(messages: Sequence[Message], *, flat: bool) -> list[str]:
+    """One line per user message, call with its result, and reply; `flat` also takes line breaks out of the texts."""
+    entries: list[str] = []
+    waiting: list[str] = []  # calls of the last assistant message whose results come next, in order
+    for message in messages:
+        content = message.get("content") or ""
+        if message["role"] == "user":
+            entries.append(f"user: {content}")
+        elif message["role"] == "assistant":
+            if content:
+                entries.append(f"reply: {content}")
+            waiting = [render_call(call) for call in message_calls(message)]
+        elif message["role"] == "tool":
+            entries.append(f"{waiting.pop(0) if waiting else message.get('name', 'tool')} => {content}")
+    if flat:
+        return [" ".join(entry.splitlines()) for entry in entries]
+    return [line for entry in entries for line in entry.split("\n")]
+
+
+def _function(tool: Mapping[str, Json]) -> Mapping[str, Json]:
+    return tool.get("function", tool)
+
+
+def _json(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,254 @@
+"""One rollout for training, evaluation, the baselines and test-time rehearsal; who answers tool calls is an argument.
+
+The host loop keeps every decoding slot busy with whatever any trajectory waits for, both roles side by side, and moves
+each trajectory on as soon as its own answers are there: no lockstep, and no trajectory waits for another. It knows
+neither prompts nor token ids (`episode.py`) nor devices (`sampling.py`).
+
+What a trajectory samples depends on (seed, step, task, attempt, segment, position) alone, and the order of the result
+on the order of the tasks alone. Several hosts can run this loop in step: all that leads to a device call follows from
+the tasks and from sampled ids, which they share, except which outside answers have come; `_Run.answered` is the one
+place that looks at those.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import heapq
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from envace_jax.episode import (
+    Episode,
+    Limits,
+    Request,
+    as_trajectory,
+    on_act,
+    on_fault,
+    on_rehearsed,
+    on_results,
+    on_score,
+    start,
+)
+from envace_jax.responders import Responder
+from envace_jax.roles import Prompts
+from envace_jax.sampling import Sample, Sampler, SampleRequest
+from envace_jax.types import MessageList, Need, Params, Segment, Task, Trajectory, TurnScore
+
+Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
+
+
+class Reward(Protocol):
+    """What judges a user turn that ended."""
+
+    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
+        """The score of that turn; `turn_messages` begin with its user message. An exception is a fault."""
+
+
+def rollout(
+    sampler: Sampler,
+    params: Params,
+    tasks: Sequence[Task],
+    *,
+    attempts: int,
+    responder: Responder,
+    reward: Reward,
+    prompts: Prompts,
+    limits: Limits,
+    seed: int,
+    step: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    policy_version: int = 0,
+    group_offset: int = 0,
+    future_timeout_s: float | None = 600.0,
+    progress: Progress | None = None,
+) -> list[Trajectory]:
+    """Plays every task `attempts` times and gives the trajectories, task by task, attempt by attempt.
+
+    Args:
+      responder: who answers tool calls; asked and told of ends by trajectory index, which is the place in the result.
+      seed, step: with the task's id, the attempt and the segment they decide every sampled token.
+      temperature: 0 is greedy. top_p: share of the probability that may be sampled, in (0, 1].
+      policy_version: written into every segment.
+      group_offset: group ids are group_offset + position of the task.
+      future_timeout_s: seconds that a responder or a judge may take; None waits without end.
+      progress: called after every round of the loop.
+
+    A fault of a responder or judge (exception, time-out, unreadable result, impossible score) fails its trajectory
+    alone: status "failed", reward nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for
+    attempts below 1 and for a task without user turns.
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts={attempts} must be at least 1")
+    sampler.reset()  # kept caches may be of other weights
+    run = _Run(sampler, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    for position, task in enumerate(tasks):
+        for attempt in range(attempts):
+            run.add(start(prompts, limits, task, group_offset + position, attempt, answered_by=responder.needs))
+
+    while run.unfinished:
+        run.feed_slots()
+        if run.sampling:
+            run.take_samples(sampler.step(params))
+        else:
+            run.wait_for_answers()
+        run.take_answers()
+        if progress is not None:
+            progress(len(run.episodes) - run.unfinished, len(run.episodes), run.tokens)
+    return [as_trajectory(episode) for episode in run.episodes]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outside:
+    """Answers from outside that a trajectory waits for, and when waiting ends (seconds of `time.monotonic`)."""
+
+    futures: tuple[Future[Any], ...]
+    deadline: float
+
+
+@dataclasses.dataclass
+class _Run:
+    """The loop's state. A trajectory's number is its place in `episodes`."""
+
+    sampler: Sampler
+    responder: Responder
+    reward: Reward
+    key: tuple[int, int]  # (seed, step)
+    temperature: float
+    top_p: float
+    policy_version: int
+    future_timeout_s: float | None
+    episodes: list[Episode] = dataclasses.field(default_factory=list)
+    unfinished: int = 0
+    tokens: int = 0
+    # Requests without a slot: a heap of (number, segment index). The lowest number goes first, so that trajectories
+    # under way finish, and reuse their kept caches, before new ones begin.
+    waiting: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    sampling: dict[int, tuple[int, Request]] = dataclasses.field(default_factory=dict)  # by request id
+    arrived: dict[int, dict[int, Segment]] = dataclasses.field(default_factory=dict)  # by number, by segment index
+    outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)  # by number
+
+    def add(self, episode: Episode) -> None:
+        self.episodes.append(episode)
+        self.unfinished += 1
+        self.enter(len(self.episodes) - 1, episode)
+
+    def enter(self, number: int, episode: Episode) -> None:
+        """Records what became of a trajectory and asks whoever it waits for now."""
+        self.episodes[number] = episode
+        try:
+            if episode.needs is Need.RESPONSE:
+                self.ask_outside(number, self.respond(number, episode))
+            elif episode.needs is Need.JUDGE:
+                self.ask_outside(number, (self.reward.score_turn(episode.task, episode.turn, episode.turn_messages),))
+            elif episode.needs is Need.NOTHING:
+                self.unfinished -= 1
+                self.responder.end(number, episode.task)
+            else:
+                self.arrived[number] = {}
+                for request in episode.requests:
+                    heapq.heappush(self.waiting, (number, request.index))
+        except Exception as error:  # raised where a future should carry it: the same fault
+            self.fail(number, error)
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """Masks a trajectory. One that was over already, and failed to close, stays over."""
+        was_over = self.episodes[number].needs is Need.NOTHING
+        failed = on_fault(self.episodes[number], error)
+        if was_over:
+            self.episodes[number] = failed
+        else:
+            self.enter(number, failed)
+
+    def respond(self, number: int, episode: Episode) -> tuple[Future[str], ...]:
+        return tuple(
+            self.responder.respond(number, episode.task, call, episode.messages) for call in episode.pending_calls
+        )
+
+    def ask_outside(self, number: int, futures: tuple[Future[Any], ...]) -> None:
+        limit = float("inf") if self.future_timeout_s is None else self.future_timeout_s
+        self.outside[number] = _Outside(futures, time.monotonic() + limit)
+
+    def feed_slots(self) -> None:
+        """Gives free slots to waiting requests."""
+        requests = []
+        for _ in range(min(self.sampler.free(), len(self.waiting))):
+            number, index = heapq.heappop(self.waiting)
+            episode = self.episodes[number]
+            request = episode.requests[index - episode.requests[0].index]
+            request_id = number * episode.limits.generations + index  # an index is below `generations`
+            self.sampling[request_id] = (number, request)
+            requests.append(self.sample_request(request_id, episode, request))
+        if requests:
+            self.sampler.submit(requests)
+
+    def sample_request(self, request_id: int, episode: Episode, request: Request) -> SampleRequest:
+        # A hash of the task's name, not its position: a task draws the same numbers wherever it stands in a batch.
+        task_hash = zlib.crc32(episode.task.task_id.encode("utf-8")) & 0x7FFFFFFF
+        return SampleRequest(
+            request_id=request_id,
+            prompt_tokens=request.prompt_tokens.tolist(),
+            max_tokens=request.max_tokens,
+            key_ids=(*self.key, task_hash, episode.attempt, request.index),
+            temperature=self.temperature,
+            top_p=self.top_p,
+        )
+
+    def take_samples(self, samples: Sequence[Sample]) -> None:
+        """Keeps finished generations; a trajectory whose requests are all answered moves on."""
+        for sample in sorted(samples, key=lambda sample: sample.request_id):
+            number, request = self.sampling.pop(sample.request_id)
+            episode, arrived = self.episodes[number], self.arrived[number]
+            self.tokens += len(sample.tokens)
+            arrived[request.index] = Segment(
+                role=request.role,
+                prompt_tokens=request.prompt_tokens,
+                tokens=np.asarray(sample.tokens, np.int32),
+                logprobs=np.asarray(sample.logprobs, np.float32),
+                finish_reason=sample.finish_reason,
+                policy_version=self.policy_version,
+                turn=episode.turn,
+            )
+            if len(arrived) == len(episode.requests):
+                segments = [arrived[request.index] for request in episode.requests]  # in call order
+                advanced = on_act(episode, *segments) if episode.needs is Need.ACT else on_rehearsed(episode, segments)
+                self.enter(number, advanced)
+
+    def wait_for_answers(self) -> None:
+        """Sleeps until an outside answer comes or is overdue; only for when there is nothing to decode."""
+        open_futures = [future for asked in self.outside.values() for future in asked.futures if not future.done()]
+        if open_futures and not self.answered():
+            left = min(asked.deadline for asked in self.outside.values()) - time.monotonic()
+            timeout = None if left == float("inf") else max(left, 0.0)
+            concurrent.futures.wait(open_futures, timeout, concurrent.futures.FIRST_COMPLETED)
+
+    def take_answers(self) -> None:
+        """Moves on the trajectories whose outside answers have all come, or can no longer come."""
+        for number in self.answered():
+            asked, episode = self.outside.pop(number), self.episodes[number]
+            try:
+                if not all(future.done() for future in asked.futures):
+                    raise TimeoutError(f"no answer within {self.future_timeout_s} s")
+                answers = [future.result() for future in asked.futures]
+                advanced = on_score(episode, *answers) if episode.needs is Need.JUDGE else on_results(episode, answers)
+            except Exception as error:  # whatever failed outside masks this trajectory and no other
+                for future in asked.futures:
+                    future.cancel()
+                self.fail(number, error)
+            else:
+                self.enter(number, advanced)
+
+    def answered(self) -> list[int]:
+        """Trajectories whose outside answers have come or are overdue, in order: the only view of the world outside."""
+        now = time.monotonic()
+        return [
+            number
+            for number, asked in sorted(self.outside.items())
+            if now >= asked.deadline or all(future.done() for future in asked.futures)
+        ]

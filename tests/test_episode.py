@@ -1,0 +1,304 @@
+"""The state machine of one trajectory, played by hand: its token stream, its conversation, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scripted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envace_jax.episode import (
+    Episode,
+    Limits,
+    Reason,
+    as_trajectory,
+    on_act,
+    on_fault,
+    on_rehearsed,
+    on_results,
+    on_score,
+    start,
+)
+from envace_jax.types import Need, Role, ToolCall, TurnScore
+
+CHAT = scripted.tiny_chat()
+ANN, BOB = ToolCall("balance", {"owner": "ann"}), ToolCall("balance", {"owner": "bob"})
+GOOD = TurnScore(1.0, (True,), True)
+LIMITS = {"act_context": 50_000, "act_response": 1_000, "rehearse_response": 500}
+
+
+def begin(turns: int = 1, answered_by: Need = Need.REHEARSE, prompts=None, task=None, **limits) -> Episode:
+    return start(
+        prompts or scripted.prompts(),
+        Limits(**{**LIMITS, **limits}),
+        task or scripted.task(turns=turns),
+        group_id=3,
+        attempt=1,
+        answered_by=answered_by,
+    )
+
+
+def act(episode: Episode, text: str, finish_reason: str = "stop") -> Episode:
+    (request,) = episode.requests
+    return on_act(episode, scripted.segment(request, text, finish_reason))
+
+
+def rehearse(episode: Episode, *results: str) -> Episode:
+    pairs = zip(episode.requests, results, strict=True)
+    return on_rehearsed(episode, [scripted.segment(request, scripted.answering(result)) for request, result in pairs])
+
+
+def ended(episode: Episode) -> str:
+    assert episode.needs is Need.NOTHING and episode.requests == () and episode.pending_calls == ()
+    return episode.reason
+
+
+def test_a_whole_conversation_with_parallel_calls_and_two_turns():
+    episode = begin(turns=2)
+    assert episode.needs is Need.ACT and [(r.role, r.index, r.max_tokens) for r in episode.requests] == [
+        (Role.ACT, 0, 1_000)
+    ]
+    episode = act(episode, scripted.calling(ANN, BOB, before="<think>\nboth\n</think>\n\nLet me see.\n"))
+    assert episode.needs is Need.REHEARSE and episode.pending_calls == (ANN, BOB)
+    assert [(r.role, r.index, r.max_tokens) for r in episode.requests] == [
+        (Role.REHEARSE, 1, 500),
+        (Role.REHEARSE, 2, 500),
+    ]
+    episode = rehearse(episode, '{"balance":5}', '{"balance":7}')
+    assert episode.needs is Need.ACT and episode.requests[0].index == 3
+    episode = act(episode, "5 and 7")
+    assert episode.needs is Need.JUDGE and episode.requests == ()
+    assert [message["role"] for message in episode.turn_messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    episode = on_score(episode, TurnScore(0.5, (True,), True))
+    assert [message["content"] for message in episode.turn_messages] == ["turn 1, please"]
+    episode = on_score(act(episode, "welcome"), GOOD)
+    assert ended(episode) == Reason.DONE == "done"
+
+    trajectory = as_trajectory(episode)
+    assert (trajectory.task_id, trajectory.group_id, trajectory.attempt) == ("bank", 3, 1)
+    assert trajectory.reward == (0.5 + 1.0) / 2 and trajectory.status == "ok" and len(trajectory.turn_scores) == 2
+    assert [segment.role for segment in trajectory.segments] == [
+        Role.ACT,
+        Role.REHEARSE,
+        Role.REHEARSE,
+        Role.ACT,
+        Role.ACT,
+    ]
+    called = [
+        {"type": "function", "function": {"name": "balance", "arguments": {"owner": owner}}} for owner in ("ann", "bob")
+    ]
+    assert list(trajectory.messages) == [
+        {"role": "system", "content": "You serve a bank."},
+        {"role": "user", "content": "turn 0, please"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "both", "tool_calls": called},
+        {"role": "tool", "name": "balance", "content": '{"balance": 5}', "rehearsed": True},
+        {"role": "tool", "name": "balance", "content": '{"balance": 7}', "rehearsed": True},
+        {"role": "assistant", "content": "5 and 7"},
+        {"role": "user", "content": "turn 1, please"},
+        {"role": "assistant", "content": "welcome"},
+    ]
+
+
+def test_parallel_calls_do_not_see_each_other():
+    episode = begin(prompts=scripted.prompts(style="full"))
+    episode = rehearse(act(episode, scripted.calling(ANN)), '{"balance": 41}')
+    episode = act(episode, scripted.calling(ANN, BOB, before="Both of them.\n"))
+    first, second = (CHAT.decode(request.prompt_tokens) for request in episode.requests)
+    for prompt in (first, second):
+        conversation, message = prompt.split("# Conversation so far")[1].split("# The assistant's message")
+        assert '=> {"balance": 41}' in conversation and "Both of them." not in conversation
+        assert "bob" in message and "<|im_end|>" not in message.split("# The call to answer")[0]
+    asked = [prompt.split("# The call to answer")[1] for prompt in (first, second)]
+    assert '"ann"' in asked[0] and '"bob"' not in asked[0] and '"bob"' in asked[1]
+
+
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("reply"), st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)),
+        st.tuples(st.just("calls"), st.integers(1, 3)),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves, st.sampled_from([Need.REHEARSE, Need.RESPONSE]), st.booleans())
+def test_the_act_stream_is_only_ever_extended(script, answered_by, thinking):
+    """Invariant 1: each ACT prompt is the one before, the sampled ids, and the pieces appended since; nothing else."""
+    prompts = scripted.prompts(thinking=thinking)
+    episode = begin(turns=20, answered_by=answered_by, prompts=prompts)
+    prefix = CHAT.assistant_prefix(thinking=thinking)
+    expected = episode.requests[0].prompt_tokens.tolist()
+    for move, value in script:
+        assert episode.requests[0].prompt_tokens.tolist() == expected == episode.act_tokens.tolist()
+        earlier = episode.act_pieces
+        text = value if move == "reply" else scripted.calling(*[ANN] * value)
+        episode = act(episode, text)
+        sampled = episode.segments[-1].tokens.tolist()
+        assert CHAT.decode(sampled[:-1]) == text  # and yet these are not the ids that encoding the text gives:
+        assert move == "reply" or CHAT.encode(text) != sampled[:-1]
+        if move == "reply":
+            episode = on_score(episode, GOOD)
+            added = CHAT.user(f"turn {episode.turn}, please")
+        else:
+            results = [f'{{"balance": {number}}}' for number in range(value)]
+            answer = (
+                rehearse if answered_by is Need.REHEARSE else lambda episode, *results: on_results(episode, results)
+            )
+            episode = answer(episode, *results)
+            added = CHAT.tool_results(results)
+        expected = expected + sampled + CHAT.encode("\n") + added + prefix
+        shared = zip(earlier, episode.act_pieces, strict=False)
+        assert all(left is right for left, right in shared)  # not copied
+    assert episode.act_tokens.tolist() == expected
+    if answered_by is Need.RESPONSE:
+        assert {segment.role for segment in episode.segments} == {Role.ACT}
+    stream = [segment for segment in episode.segments if segment.role is Role.ACT]
+    for before, after in zip(stream, stream[1:], strict=False):
+        length = len(before.prompt_tokens)
+        assert np.array_equal(after.prompt_tokens[:length], before.prompt_tokens)
+        assert np.array_equal(after.prompt_tokens[length : length + len(before.tokens)], before.tokens)
+
+
+def test_a_message_that_ended_with_the_other_stop_id_is_closed():
+    episode = begin(answered_by=Need.RESPONSE)
+    before = episode.act_tokens.tolist()
+    stopped = scripted.segment(episode.requests[0], scripted.calling(ANN) + "<|endoftext|>", "length").tokens
+    segment = scripted.segment(episode.requests[0], scripted.calling(ANN))
+    episode = on_act(episode, type(segment)(Role.ACT, segment.prompt_tokens, stopped, segment.logprobs, "stop", 0))
+    assert episode.pending_calls == (ANN,)
+    assert CHAT.decode(episode.act_tokens[len(before) :]).endswith("<|endoftext|><|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>\n{]\n</tool_call>", "<tool_call>\n{}", '<tool_call>\n{"name": "balance"}\n</tool_call>']
+)
+def test_malformed_calls_end_it_and_keep_what_was_written(text):
+    episode = act(begin(), text)
+    assert ended(episode) == "malformed_call" and as_trajectory(episode).reward == 0.0
+    assert episode.messages[-1] == {"role": "assistant", "content": text}
+
+
+def test_too_many_parallel_calls_end_it():
+    assert act(begin(parallel_calls=2), scripted.calling(ANN, ANN)).needs is Need.REHEARSE
+    assert ended(act(begin(parallel_calls=2), scripted.calling(ANN, ANN, ANN))) == "too_many_calls"
+
+
+def test_a_response_cut_at_its_limit_ends_it_whatever_it_says():
+    assert ended(act(begin(), "all is well", "length")) == "length"
+    assert ended(act(begin(), scripted.calling(ANN), "length")) == "length"
+
+
+def test_a_rehearsal_error_ends_it_and_is_recorded():
+    episode = act(begin(), scripted.calling(ANN, BOB))
+    written = (scripted.answering("[1]"), "eh")
+    segments = [scripted.segment(request, text) for request, text in zip(episode.requests, written, strict=True)]
+    episode = on_rehearsed(episode, segments)
+    assert ended(episode) == "rehearsal_error" and len(episode.segments) == 3
+    assert episode.messages[-2]["content"] == "[1]"
+    assert json.loads(episode.messages[-1]["content"])["error_tool_call"]["code"] == "no_result"
+    own = rehearse(act(begin(), scripted.calling(ANN)), '{"error_tool_call": {"code": "unknown_tool"}}')
+    assert ended(own) == "rehearsal_error"
+    refusal = rehearse(act(begin(), scripted.calling(ANN)), '{"error": "no such owner"}')
+    assert refusal.needs is Need.ACT  # a domain's refusal is an ordinary result
+
+
+def test_outside_results_are_recorded_as_real_and_an_error_ends_it():
+    episode = act(begin(answered_by=Need.RESPONSE), scripted.calling(ANN, BOB))
+    assert episode.needs is Need.RESPONSE and episode.requests == ()
+    fine = on_results(episode, ['{"a":1}', "[]"])
+    assert fine.needs is Need.ACT and fine.messages[-2:] == (
+        {"role": "tool", "name": "balance", "content": '{"a": 1}', "rehearsed": False},
+        {"role": "tool", "name": "balance", "content": "[]", "rehearsed": False},
+    )
+    assert ended(on_results(episode, ['{"a": 1}', '{"error_tool_call": {}}'])) == "tool_error"
+    for wrong in (["{}"], ["{}", "oops"], ["{}", "3"], ["{}", "NaN"]):
+        with pytest.raises(ValueError, match="results for 2|not JSON|a JSON int"):
+            on_results(episode, wrong)
+
+
+def test_limits_on_messages_turns_and_generations():
+    episode = rehearse(act(begin(assistant_turns=1), scripted.calling(ANN)), "[]")
+    assert ended(episode) == "assistant_limit"
+    assert on_score(act(begin(assistant_turns=1), "hi"), GOOD).reason == "done"
+    episode = on_score(act(begin(turns=2, user_turns=1), "hi"), GOOD)
+    assert ended(episode) == "user_limit" and as_trajectory(episode).reward == 0.5
+    # one ACT and two REHEARSE generations do not fit into two, and the fourth not into three
+    assert ended(act(begin(generations=2), scripted.calling(ANN, BOB))) == "generation_limit"
+    assert ended(rehearse(act(begin(generations=3), scripted.calling(ANN, BOB)), "[]", "[]")) == "generation_limit"
+    assert rehearse(act(begin(generations=4), scripted.calling(ANN, BOB)), "[]", "[]").needs is Need.ACT
+
+
+def test_limits_on_lengths():
+    first = len(begin().act_tokens)
+    assert begin(act_context=first + 1_000).needs is Need.ACT
+    assert ended(begin(act_context=first + 999)) == "length"
+    too_long = begin(prompts=scripted.prompts(max_act_prompt=first - 1))
+    assert ended(too_long) == "length" and as_trajectory(too_long).segments == ()
+    # the stream has grown past the context by the second ACT prompt
+    episode = act(begin(act_context=first + 1_010), scripted.calling(ANN))
+    assert ended(rehearse(episode, "[]")) == "length"
+    # a rehearse prompt that cannot fit, even without conversation
+    assert ended(act(begin(prompts=scripted.prompts(max_rehearse_prompt=50)), scripted.calling(ANN))) == "length"
+
+
+def test_required_items_hold_back_the_next_turn_only():
+    held = TurnScore(0.25, (False,), False)
+    episode = on_score(act(begin(turns=2), "hi"), held)
+    assert ended(episode) == "required_item" and as_trajectory(episode).reward == 0.125
+    assert ended(on_score(act(begin(turns=1), "hi"), held)) == "done"
+
+
+def test_a_turn_that_broke_adds_nothing_and_earlier_turns_keep_their_reward():
+    episode = on_score(act(begin(turns=4), "hi"), TurnScore(0.8, (True,), True))
+    trajectory = as_trajectory(act(episode, "<tool_call>"))
+    assert trajectory.reason == "malformed_call" and trajectory.status == "ok"
+    assert trajectory.reward == pytest.approx(0.8 / 4) and len(trajectory.turn_scores) == 1
+
+
+def test_a_fault_masks_whatever_was_earned():
+    episode = on_score(act(begin(turns=2), "hi"), GOOD)
+    trajectory = as_trajectory(on_fault(episode, ConnectionError("lost\nthe line")))
+    assert math.isnan(trajectory.reward) and trajectory.status == "failed"
+    assert trajectory.reason == "fault: ConnectionError: lost the line"
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -0.1, 1.1])
+def test_impossible_scores_are_refused(reward):
+    with pytest.raises(ValueError, match="accepted: 0 to 1"):
+        on_score(act(begin(), "hi"), TurnScore(reward, (True,), True))
+
+
+def test_transitions_out_of_order_are_refused():
+    episode = begin()
+    for wrong in (
+        lambda: on_score(episode, GOOD),
+        lambda: on_results(episode, []),
+        lambda: on_rehearsed(episode, []),
+        lambda: as_trajectory(episode),
+        lambda: act(on_fault(episode, ValueError()), "hi"),
+    ):
+        with pytest.raises(ValueError, match="waits for|not enough values"):
+            wrong()
+    with pytest.raises(ValueError, match="accepted: REHEARSE, RESPONSE"):
+        begin(answered_by=Need.JUDGE)
+
+
+def test_impossible_limits_are_refused():
+    with pytest.raises(ValueError, match="parallel_calls=0"):
+        Limits(parallel_calls=0)
+    with pytest.raises(ValueError, match="no room for a prompt"):
+        Limits(act_context=100, act_response=100)
+
+
+def test_transitions_leave_the_episode_before_as_it_was():
+    episode = act(begin(), scripted.calling(ANN))
+    tokens, messages = episode.act_tokens.tolist(), episode.messages
+    one, other = rehearse(episode, "[1]"), rehearse(episode, "[2]")
+    assert episode.act_tokens.tolist() == tokens and episode.messages == messages
+    assert one.messages[-1]["content"] == "[1]" and other.messages[-1]["content"] == "[2]"
