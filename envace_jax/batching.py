@@ -1,0 +1,183 @@
+"""Segments of trajectories as fixed-shape training rows, in one of three layouts.
+
+Host numpy only, deterministic. The layout cannot change the objective: every sampled token appears once, with its
+segment's advantage and log-probability, after exactly the tokens that the policy saw. Knows token ids but not what
+they mean; knows no reward and no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from envace_jax.buckets import train_rows
+from envace_jax.grpo import ROLES, check_name
+from envace_jax.types import Role, Segment, TrainBatch, Trajectory
+
+LAYOUTS = ("packed", "merged", "segment")
+
+
+@dataclasses.dataclass
+class Stream:
+    """One causal sequence of tokens: the prompt and completion of its last segment, which extends all before it."""
+
+    parts: list[tuple[Segment, float]]  # segments in order, each with its advantage
+    owner: str  # "task t attempt a", for errors
+
+    @property
+    def tokens(self) -> np.ndarray:
+        last = self.parts[-1][0]
+        return np.concatenate([last.prompt_tokens, last.tokens])
+
+    def __len__(self) -> int:
+        last = self.parts[-1][0]
+        return len(last.prompt_tokens) + len(last.tokens)
+
+
+def make_batch(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    *,
+    layout: str = "packed",
+    row_length: int,
+    rows_multiple: int = 1,
+    pad_id: int = 0,
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Lays the segments of all trajectories that did not fail out in rows of `row_length` tokens.
+
+    Layouts: `"segment"` has a row per segment. `"merged"` has a row per stream: a segment whose prompt begins with
+    all tokens of the trajectory's previous segment in the same role continues that row. `"packed"` puts several
+    merged streams into one row, longest first, each into the first row with room.
+
+    Args:
+      trajectories: may be empty, and all may have failed: then no token is trained.
+      advantages: f32[number of segments] per trajectory, as `grpo.role_advantages` gives them.
+      row_length: T, the same for every batch, so that one compiled program serves all.
+      rows_multiple: the number of rows is padded with empty ones to a multiple of this, from the list of
+        `buckets.train_rows`.
+      pad_id: fills unused places; the trainer never sees it (sequence id 0).
+
+    Returns:
+      A `TrainBatch` of numpy arrays [B, row_length], and a dict of plain floats: `rows` (B), `sequences`, `tokens`
+      (without padding), `fill` (their share of the batch), `trained_tokens_act`, `trained_tokens_rehearse`.
+
+    Raises:
+      ValueError: an unknown layout, a segment without prompt or of unequal array lengths, or one that is too long;
+        the message names the trajectory and segment and what to set.
+    """
+    check_name("layout", layout, LAYOUTS)
+    if row_length < 1 or rows_multiple < 1:
+        raise ValueError(f"row_length {row_length} and rows_multiple {rows_multiple} must be at least 1")
+    streams: list[Stream] = []
+    for trajectory, values in zip(trajectories, advantages, strict=True):
+        _check(trajectory, values, row_length)
+        if trajectory.status == "ok":
+            streams += _streams(trajectory, values, merge=layout != "segment")
+    rows = _pack(streams, row_length) if layout == "packed" else [[stream] for stream in streams]
+    batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple), pad_id)
+    tokens = sum(map(len, streams))
+    stats = {
+        "rows": float(batch.tokens.shape[0]),
+        "sequences": float(len(streams)),
+        "tokens": float(tokens),
+        "fill": tokens / batch.tokens.size,
+    }
+    for role in ROLES:
+        stats[f"trained_tokens_{role.name.lower()}"] = float(np.sum(batch.loss_mask & (batch.role == role)))
+    return batch, stats
+
+
+def deal_rows(batch: TrainBatch, shards: int) -> TrainBatch:
+    """The same rows (numpy, a multiple of `shards`), dealt in turn to `shards` equal parts of the batch.
+
+    Every part gets as many filled rows as any other, and the empty ones last; one part changes nothing.
+    """
+    return jax.tree.map(lambda x: x.reshape(-1, shards, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape), batch)
+
+
+def _check(trajectory: Trajectory, values: np.ndarray, row_length: int) -> None:
+    where = f"task {trajectory.task_id!r} attempt {trajectory.attempt}"
+    if len(values) != len(trajectory.segments):
+        raise ValueError(f"{where} has {len(trajectory.segments)} segments but {len(values)} advantages")
+    if trajectory.status != "ok":
+        return
+    for index, segment in enumerate(trajectory.segments):
+        here = f"{where} segment {index} ({Role(segment.role).name})"
+        prompt, completion = len(segment.prompt_tokens), len(segment.tokens)
+        if prompt == 0:
+            raise ValueError(f"{here} has an empty prompt, so its first token has nothing to be predicted from")
+        if len(segment.logprobs) != completion:
+            raise ValueError(f"{here} has {completion} tokens but {len(segment.logprobs)} log-probabilities")
+        if prompt + completion > row_length:
+            raise ValueError(
+                f"{here} has {prompt} prompt + {completion} sampled = {prompt + completion} tokens, more than a row of "
+                f"row_length={row_length}; set batch.row_length to at least {prompt + completion}, or lower the "
+                "prompt and response limits"
+            )
+
+
+def _streams(trajectory: Trajectory, values: np.ndarray, merge: bool) -> list[Stream]:
+    """The trajectory's streams in order of their first segment; each role continues only its own last stream."""
+    streams: list[Stream] = []
+    last: dict[Role, Stream] = {}
+    for segment, value in zip(trajectory.segments, values, strict=True):
+        open_stream = last.get(segment.role)
+        if merge and open_stream is not None and _continues(open_stream, segment):
+            open_stream.parts.append((segment, float(value)))
+            continue
+        stream = Stream([(segment, float(value))], f"task {trajectory.task_id!r} attempt {trajectory.attempt}")
+        streams.append(stream)
+        last[segment.role] = stream
+    return streams
+
+
+def _continues(stream: Stream, segment: Segment) -> bool:
+    """Whether the prompt begins with every token of the stream: array comparison, nothing is decoded."""
+    length = len(stream)
+    return len(segment.prompt_tokens) >= length and np.array_equal(segment.prompt_tokens[:length], stream.tokens)
+
+
+def _pack(streams: list[Stream], row_length: int) -> list[list[Stream]]:
+    """First-fit decreasing; streams of one length keep their order, so the result is deterministic."""
+    rows: list[list[Stream]] = []
+    room: list[int] = []
+    for stream in sorted(streams, key=len, reverse=True):
+        length = len(stream)
+        row = next((i for i, left in enumerate(room) if left >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(stream)
+        room[row] -= length
+    return rows
+
+
+def _fill(rows: list[list[Stream]], row_length: int, count: int, pad_id: int) -> TrainBatch:
+    """Writes every stream into its place of preallocated arrays [count, row_length]."""
+    shape = (count, row_length)
+    tokens = np.full(shape, pad_id, np.int32)
+    positions, sequence_ids, role = (np.zeros(shape, np.int32) for _ in range(3))
+    loss_mask = np.zeros(shape, bool)
+    advantages, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for r, streams in enumerate(rows):
+        start = 0
+        for number, stream in enumerate(streams, start=1):
+            stop = start + len(stream)
+            tokens[r, start:stop] = stream.tokens
+            positions[r, start:stop] = np.arange(len(stream))
+            sequence_ids[r, start:stop] = number
+            for segment, advantage in stream.parts:
+                first = start + len(segment.prompt_tokens)
+                own = slice(first, first + len(segment.tokens))
+                loss_mask[r, own] = True
+                advantages[r, own] = advantage
+                old_logprobs[r, own] = segment.logprobs
+                role[r, own] = segment.role
+            start = stop
+    # The fields are annotated as device arrays; on the host they are numpy until the caller moves them in one copy.
+    arrays: list[Any] = [tokens, positions, sequence_ids, loss_mask, advantages, old_logprobs, role]
+    return TrainBatch(*arrays)

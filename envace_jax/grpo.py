@@ -1,0 +1,247 @@
+"""Role-wise GRPO: advantages per segment (numpy, before any batching) and losses per token (jnp).
+
+A group is (group_id, role): all segments that the attempts at one task wrote in one role. Every segment carries
+its trajectory's reward. Losses take arrays and the whole batch's denominators; this module knows neither the
+model, nor how rows are laid out, nor the optimizer. A new baseline, scale or loss is a function and a dict line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envace_jax.types import Role, Trajectory
+
+ROLES = tuple(Role)
+SINGLETONS = ("raw", "zero")
+DENOMINATORS = ("tokens", "role")
+# exp() of a larger difference of log-probabilities says nothing more and may overflow (verl clamps at the same value).
+MAX_LOG_RATIO = 20.0
+
+
+# --- baselines: (rewards f64[n], trajectory i64[n]) of one group's segments -> f64[n]; nan where there is none ---
+
+
+def segment_mean(rewards: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Mean over the group's segments, so a trajectory with more of them weighs more (the authors' choice)."""
+    return np.full_like(rewards, rewards.mean())
+
+
+def trajectory_mean(rewards: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Mean over the group's trajectories that have a segment in this role, each counted once."""
+    first_segments = np.unique(trajectory, return_index=True)[1]
+    return np.full_like(rewards, rewards[first_segments].mean())
+
+
+def leave_one_out(rewards: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Mean over the *other* trajectories that have a segment in this role, each counted once; nan without others."""
+    _, first_segments, member = np.unique(trajectory, return_index=True, return_inverse=True)
+    own = rewards[first_segments]
+    others = len(own) - 1
+    if others == 0:
+        return np.full_like(rewards, np.nan)
+    return ((own.sum() - own) / others)[member]
+
+
+# --- scales: rewards f64[n] of one group's segments (n >= 2, not all equal) -> the positive number to divide by ---
+
+
+def no_scale(rewards: np.ndarray) -> float:
+    """Advantages stay in units of reward (the authors' choice)."""
+    return 1.0
+
+
+def standard_deviation(rewards: np.ndarray) -> float:
+    """Sample standard deviation (n - 1) over the group's segments, as in GRPO."""
+    return float(rewards.std(ddof=1))
+
+
+BASELINES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "segment_mean": segment_mean,
+    "trajectory_mean": trajectory_mean,
+    "leave_one_out": leave_one_out,
+}
+SCALES: Mapping[str, Callable[[np.ndarray], float]] = {"none": no_scale, "std": standard_deviation}
+
+
+def role_advantages(
+    trajectories: Sequence[Trajectory],
+    *,
+    baseline: str = "segment_mean",
+    scale: str = "none",
+    singleton: str = "raw",
+    tolerance: float = 1e-6,
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Advantage of every segment against its own (group_id, role) group.
+
+    * A failed trajectory (an outside fault) has advantage 0 everywhere and enters no baseline.
+    * So has one whose reward is not finite; those are counted in the statistics.
+    * A group whose rewards differ by less than `tolerance` has advantage exactly 0, whatever the scale.
+    * A group of one segment, and under `leave_one_out` a group of one trajectory, has nothing to be compared with:
+      `singleton="raw"` keeps the reward itself, unscaled (the authors' code), `"zero"` gives 0.
+
+    Returns:
+      One f32[number of segments] array per trajectory, in order, and a dict of plain floats: per role (`_act`,
+      `_rehearse`) `segments`, `advantage_abs` (mean over segments), `reward_spread` (mean over groups of max - min),
+      `groups`, `zero_variance_groups` and `singleton_groups`; `masked_trajectories`, `nonfinite_rewards`.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    for what, name, known in (
+        ("baseline", baseline, BASELINES),
+        ("scale", scale, SCALES),
+        ("singleton", singleton, SINGLETONS),
+    ):
+        check_name(what, name, known)
+    advantages = [np.zeros(len(trajectory.segments), np.float32) for trajectory in trajectories]
+    groups: dict[tuple[int, Role], list[tuple[int, int]]] = defaultdict(list)
+    masked = nonfinite = 0
+    for i, trajectory in enumerate(trajectories):
+        if trajectory.status != "ok":
+            masked += 1
+        elif not np.isfinite(trajectory.reward):
+            nonfinite += 1
+        else:
+            for j, segment in enumerate(trajectory.segments):
+                groups[trajectory.group_id, Role(segment.role)].append((i, j))
+
+    stats = {"masked_trajectories": float(masked), "nonfinite_rewards": float(nonfinite)}
+    for role in ROLES:
+        spreads: list[float] = []
+        absolute: list[float] = []
+        singletons = flat = 0
+        for (_, group_role), members in groups.items():
+            if group_role is not role:
+                continue
+            owner = np.array([i for i, _ in members])
+            rewards = np.array([trajectories[i].reward for i in owner], np.float64)
+            values = _group_advantages(rewards, owner, baseline, scale, singleton, tolerance)
+            for (i, j), value in zip(members, values, strict=True):
+                advantages[i][j] = value
+            spreads.append(float(np.ptp(rewards)))
+            absolute.extend(np.abs(values).tolist())
+            singletons += len(members) == 1
+            flat += len(members) > 1 and spreads[-1] < tolerance
+        name = role.name.lower()
+        stats[f"segments_{name}"] = float(len(absolute))
+        stats[f"advantage_abs_{name}"] = float(np.mean(absolute)) if absolute else 0.0
+        stats[f"reward_spread_{name}"] = float(np.mean(spreads)) if spreads else 0.0
+        stats[f"groups_{name}"] = float(len(spreads))
+        stats[f"zero_variance_groups_{name}"] = float(flat)
+        stats[f"singleton_groups_{name}"] = float(singletons)
+    return advantages, stats
+
+
+def _group_advantages(
+    rewards: np.ndarray, owner: np.ndarray, baseline: str, scale: str, singleton: str, tolerance: float
+) -> np.ndarray:
+    """f64[n] advantages of one group; rewards are finite, owner[n] numbers the trajectory of each segment."""
+    base = BASELINES[baseline](rewards, owner)
+    if len(rewards) == 1 or np.isnan(base).any():
+        return rewards if singleton == "raw" else np.zeros_like(rewards)
+    if np.ptp(rewards) < tolerance:
+        return np.zeros_like(rewards)
+    return (rewards - base) / SCALES[scale](rewards)
+
+
+def check_name(what: str, name: str, known: Mapping[str, object] | Sequence[str]) -> None:
+    """One clear error for a name that is not among `known`."""
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(map(repr, known))}")
+
+
+# --- losses ---
+
+
+class Denominators(NamedTuple):
+    """What sums over tokens are divided by: counts of the *whole* batch, taken before it is cut into micro-batches."""
+
+    loss: jax.Array  # f32[number of roles], for the loss of a token in that role
+    tokens: jax.Array  # f32[], trained tokens (at least 1), for the statistics
+    role_tokens: jax.Array  # f32[number of roles], trained tokens of each role (at least 1), for the statistics
+
+
+def count_denominators(loss_mask: jax.Array, role: jax.Array, denominator: str = "tokens") -> Denominators:
+    """Denominators of a whole batch: loss_mask bool[B, T], role i32[B, T].
+
+    `"tokens"` makes the loss the mean over all trained tokens (the authors' choice). `"role"` makes it the
+    mean, over the roles that occur, of each role's own token mean, so a talkative role does not drown the other.
+    """
+    check_name("denominator", denominator, DENOMINATORS)
+    per_role = jnp.stack([jnp.sum(loss_mask & (role == r)) for r in ROLES]).astype(jnp.float32)
+    tokens = jnp.maximum(jnp.sum(per_role), 1.0)
+    if denominator == "tokens":
+        loss = jnp.full_like(per_role, tokens)
+    else:
+        loss = jnp.maximum(per_role * jnp.sum(per_role > 0), 1.0)
+    return Denominators(loss, tokens, jnp.maximum(per_role, 1.0))
+
+
+def low_variance_kl(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """KL(policy || reference) per token by the k3 estimator exp(d) - d - 1, d = ref - logprobs (never negative)."""
+    difference = jnp.clip(ref_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return jnp.exp(difference) - difference - 1.0
+
+
+def policy_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    role: jax.Array,
+    ref_logprobs: jax.Array | None = None,
+    *,
+    denominators: Denominators,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+    kl_coef: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Clipped policy-gradient loss (PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; clip-higher, arXiv:2503.14476).
+
+    Per token, with r = exp(logprobs - old_logprobs) and advantage A,
+      l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0 (dual_clip 0: no limit),
+    plus kl_coef times `low_variance_kl`; the loss is the sum over trained tokens of l / denominators.loss[role].
+
+    All arrays are [B, T]; mask is bool and role i32. What masked places hold, nan and inf included, reaches neither
+    the loss nor a gradient. Summing the loss and the statistics over micro-batches (taking the maximum of those named
+    `*_max`) gives the whole batch's: `ratio` (mean), `ratio_deviation_max` (max |r - 1|), `clip_fraction` (tokens
+    whose gradient a clip removed) and, with ref_logprobs, `kl` (mean).
+    """
+
+    def masked(values: jax.Array) -> jax.Array:
+        return jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+    # Replaced *before* any arithmetic: where() after exp() would still send 0 * nan backwards.
+    logprobs, advantages = masked(logprobs), masked(advantages)
+    ratio = jnp.exp(jnp.clip(logprobs - masked(old_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    unclipped = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    per_token = jnp.maximum(unclipped, clipped)
+    was_clipped = clipped > unclipped
+    if dual_clip:
+        limit = -advantages * dual_clip
+        beyond = (advantages < 0.0) & (per_token > limit)
+        per_token = jnp.where(beyond, limit, per_token)
+        was_clipped |= beyond
+    stats = {
+        "ratio": jnp.sum(masked(ratio)) / denominators.tokens,
+        "ratio_deviation_max": jnp.max(masked(jnp.abs(ratio - 1.0)), initial=0.0),
+        "clip_fraction": jnp.sum(mask & was_clipped) / denominators.tokens,
+    }
+    if ref_logprobs is not None:
+        kl = low_variance_kl(logprobs, masked(ref_logprobs))
+        stats["kl"] = jnp.sum(masked(kl)) / denominators.tokens
+        per_token += kl_coef * kl
+    weight = 1.0 / denominators.loss[jnp.where(mask, role, 0)]
+    loss = jnp.sum(jnp.where(mask, per_token * weight, 0.0))
+    return loss, {name: jax.lax.stop_gradient(value) for name, value in stats.items()}
+
+
+LOSSES: Mapping[str, Callable[..., tuple[jax.Array, dict[str, jax.Array]]]] = {"ppo": policy_loss}

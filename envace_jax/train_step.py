@@ -1,0 +1,346 @@
+"""One optimizer step on one batch, compiled: loss and gradient by micro-batches, AdamW, statistics.
+
+    1. count the whole batch's trained tokens;  2. scan over micro-batches, summing gradients in float32;
+    3. update, unless the batch trains nothing or the gradient is not finite;  4. report.
+
+Knows a `Policy` as pure functions and a `TrainBatch`; knows no tasks, no rewards, no files. Nothing here waits for
+the device: whoever reads the statistics does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from envace_jax.grpo import DENOMINATORS, LOSSES, ROLES, Denominators, check_name, count_denominators
+from envace_jax.logprobs import token_logprobs
+from envace_jax.sharding import BATCH_AXES, replicated
+from envace_jax.types import Params, Policy, TrainBatch, TrainState
+
+OLD_LOGPROBS = ("trainer", "sampler")
+SCHEDULES = ("constant", "linear", "cosine")
+Stats = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStepConfig:
+    """Static settings of a step. Defaults are the authors' where they state one (docs: the method's training section).
+
+    old_logprobs: `"trainer"` divides by the policy's own log-probabilities before this update, without a gradient.
+    With one update per batch that is what recomputing them first would give, at no cost, and every ratio is 1.
+    `"sampler"` divides by `batch.old_logprobs`.
+    """
+
+    vocab_limit: int | None = None  # ids at or above it have probability 0 (the tokenizer's length)
+    temperature: float = 1.0  # the one the tokens were sampled at
+    micro_batch_rows: int = 8  # rows whose activations are alive at once; must divide the batch's rows
+    logprob_chunk: int = 1024  # tokens whose logits are alive at once, all rows of a micro-batch together
+    old_logprobs: str = "trainer"
+    loss: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0  # 0 turns it off
+    kl_coef: float = 0.0  # above 0 the step needs ref_logprobs
+    denominator: str = "tokens"
+
+    def __post_init__(self) -> None:
+        check_name("loss", self.loss, LOSSES)
+        check_name("old_logprobs", self.old_logprobs, OLD_LOGPROBS)
+        check_name("denominator", self.denominator, DENOMINATORS)
+        if self.micro_batch_rows < 1:
+            raise ValueError(f"micro_batch_rows must be at least 1, not {self.micro_batch_rows}")
+        if not 0.0 <= self.clip_low < 1.0 or self.clip_high < 0.0:
+            raise ValueError(f"clip_low {self.clip_low} must be in [0, 1) and clip_high {self.clip_high} at least 0")
+        if self.dual_clip and self.dual_clip <= 1.0:
+            raise ValueError(f"dual_clip must be above 1, or 0 to turn it off, not {self.dual_clip}")
+        if self.kl_coef < 0.0:
+            raise ValueError(f"kl_coef must be at least 0, not {self.kl_coef}")
+
+
+# --- optimizer ---
+
+
+def make_schedule(
+    learning_rate: float, *, schedule: str = "constant", warmup_steps: int = 0, total_steps: int | None = None
+) -> optax.Schedule:
+    """Learning rate by update number: a linear warm-up from 0, then constant, or linear or cosine down to 0.
+
+    total_steps counts the warm-up too and is needed unless the schedule is constant. Raises ValueError.
+    """
+    check_name("schedule", schedule, SCHEDULES)
+    if schedule == "constant":
+        after: optax.Schedule = optax.constant_schedule(learning_rate)
+    else:
+        if total_steps is None or total_steps <= warmup_steps:
+            raise ValueError(f"schedule {schedule!r} needs total_steps ({total_steps}) > warmup_steps ({warmup_steps})")
+        decay_steps = total_steps - warmup_steps
+        after = (
+            optax.cosine_decay_schedule(learning_rate, decay_steps)
+            if schedule == "cosine"
+            else optax.linear_schedule(learning_rate, 0.0, decay_steps)
+        )
+    if warmup_steps == 0:
+        return after
+    # The first update already moves: update n of the warm-up uses (n + 1) / warmup_steps of the full rate.
+    start = learning_rate / warmup_steps
+    warmup = optax.linear_schedule(start, learning_rate, max(warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, after], [warmup_steps])
+
+
+def make_optimizer(
+    learning_rate: float | optax.Schedule,
+    *,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    clip_norm: float = 1.0,
+) -> optax.GradientTransformation:
+    """AdamW after clipping the global gradient norm, with the authors' settings (verl's defaults, torch's AdamW).
+
+    Weight decay applies to *every* parameter, norm scales and embeddings included: the authors hand all parameters to
+    torch's AdamW in one group, and we follow for parity.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
+    )
+
+
+def state_shardings(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh, param_shardings: Any) -> Any:
+    """A `TrainState` of shardings: optimizer moments lie where their parameter does, scalars everywhere."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    everywhere: Any = replicated(mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        shapes,
+        param_shardings,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(everywhere, param_shardings, opt_state)
+
+
+def init_train_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, param_shardings: Any = None
+) -> TrainState:
+    """Step 0. The parameters are taken over as they are; the first train step donates them."""
+    if mesh is None:
+        return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    shardings = state_shardings(optimizer, params, mesh, param_shardings)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh)), params, opt_state)
+
+
+# --- log-probabilities of a micro-batch ---
+
+
+def batch_logprobs(policy: Policy, config: TrainStepConfig, params: Params, batch: TrainBatch) -> jax.Array:
+    """f32[B, T]: entry t is the log-probability of tokens[:, t] given the tokens before it in its own sequence.
+
+    Entries where loss_mask is False mean nothing (at a sequence's start they pair two sequences).
+    """
+    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None)
+    # The state at t - 1 predicts token t. Shifting the targets there and the result back copies no hidden states.
+    next_tokens = jnp.roll(batch.tokens, -1, axis=1)
+    logprobs = token_logprobs(
+        hidden,
+        policy.head(params),
+        next_tokens,
+        temperature=config.temperature,
+        vocab_limit=config.vocab_limit,
+        chunk=config.logprob_chunk,
+    )
+    return jnp.roll(logprobs, 1, axis=1)
+
+
+def _split(array: jax.Array, rows: int, shards: int) -> jax.Array:
+    """[B, T] -> [B / rows, rows, T]. A micro-batch takes the next rows / shards rows of every shard of the batch.
+
+    So each device keeps its own rows, and empty rows, last in every shard (`batching.deal_rows`), share micro-batches.
+    """
+    count = array.shape[0] // rows
+    parts = array.reshape(shards, count, rows // shards, *array.shape[1:])
+    return parts.swapaxes(0, 1).reshape(count, rows, *array.shape[1:])
+
+
+def _join(array: jax.Array, shards: int) -> jax.Array:
+    """The inverse of `_split`."""
+    count, rows = array.shape[:2]
+    parts = array.reshape(count, shards, rows // shards, *array.shape[2:])
+    return parts.swapaxes(0, 1).reshape(count * rows, *array.shape[2:])
+
+
+def _micro_batches(batch: Any, config: TrainStepConfig, mesh: Mesh | None) -> tuple[Any, int]:
+    """The batch cut into micro-batches [N, rows, T], and the shards that each is spread over."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    size = min(config.micro_batch_rows, rows)
+    if rows % size:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into micro-batches of {size}; make rows_multiple a multiple of "
+            "micro_batch_rows"
+        )
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if size % shards:
+        return jax.tree.map(lambda x: _split(x, size, 1), batch), 1
+    micro = jax.tree.map(lambda x: _split(x, size, shards), batch)
+    if mesh is not None:
+        sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+        micro = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding), micro)
+    return micro, shards
+
+
+# --- steps ---
+
+
+def _loss(
+    policy: Policy,
+    config: TrainStepConfig,
+    params: Params,
+    batch: TrainBatch,
+    ref_logprobs: jax.Array | None,
+    denominators: Denominators,
+) -> tuple[jax.Array, Stats]:
+    """A micro-batch's part of the loss and of the statistics."""
+    logprobs = batch_logprobs(policy, config, params, batch)
+    mask = batch.loss_mask
+    loss, stats = LOSSES[config.loss](
+        logprobs,
+        lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else batch.old_logprobs,
+        batch.advantages,
+        mask,
+        batch.role,
+        ref_logprobs,
+        denominators=denominators,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        kl_coef=config.kl_coef,
+    )
+    difference = jnp.where(mask, jnp.abs(lax.stop_gradient(logprobs) - batch.old_logprobs), 0.0)
+    stats["logprob_diff"] = jnp.sum(difference) / denominators.tokens
+    stats["logprob_diff_max"] = jnp.max(difference, initial=0.0)
+    return loss, stats
+
+
+def _add_stats(total: Stats, part: Stats) -> Stats:
+    return {k: jnp.maximum(v, part[k]) if k.endswith("_max") else v + part[k] for k, v in total.items()}
+
+
+def _batch_stats(batch: TrainBatch, denominators: Denominators) -> Stats:
+    """Token counts and advantages of each role over the whole batch."""
+    stats = {"tokens": jnp.sum(batch.loss_mask).astype(jnp.float32)}
+    for role in ROLES:
+        name, own = role.name.lower(), batch.loss_mask & (batch.role == role)
+        advantages = jnp.where(own, batch.advantages, 0.0)
+        stats[f"tokens_{name}"] = jnp.sum(own).astype(jnp.float32)
+        stats[f"advantage_{name}"] = jnp.sum(advantages) / denominators.role_tokens[role]
+        stats[f"advantage_abs_{name}"] = jnp.sum(jnp.abs(advantages)) / denominators.role_tokens[role]
+    return stats
+
+
+def loss_and_gradient(
+    policy: Policy,
+    config: TrainStepConfig,
+    params: Params,
+    batch: TrainBatch,
+    ref_logprobs: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Params, Stats]:
+    """Loss f32[], its gradient (float32, like params) and statistics of a whole batch; to be called inside jit.
+
+    Raises ValueError (while tracing) when the rows cannot be cut, or kl_coef > 0 without ref_logprobs f32[B, T].
+    """
+    if config.kl_coef > 0.0 and ref_logprobs is None:
+        raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs; make them with make_score_step")
+    denominators = count_denominators(batch.loss_mask, batch.role, config.denominator)
+    micro, _ = _micro_batches((batch, ref_logprobs), config, mesh)
+
+    def part(one: tuple[TrainBatch, jax.Array | None]) -> tuple[jax.Array, Params, Stats]:
+        def of_params(p: Params) -> tuple[jax.Array, Stats]:
+            return _loss(policy, config, p, one[0], one[1], denominators)
+
+        (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
+        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), stats
+
+    def add(total: Any, one: Any) -> tuple[Any, None]:
+        # Rows that only pad the batch to a compiled shape cost nothing.
+        loss, gradient, stats = lax.cond(jnp.any(one[0].loss_mask), part, lambda _: zeros, one)
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), _add_stats(total[2], stats)), None
+
+    first = jax.tree.map(lambda x: x[0], micro)
+    # Every statistic is at least 0, so zeros are neutral for the sums and for the maxima.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(part, first))
+    if micro[0].tokens.shape[0] == 1:
+        loss, gradient, stats = part(first)
+    else:
+        (loss, gradient, stats), _ = lax.scan(add, zeros, micro)
+    return loss, gradient, stats | _batch_stats(batch, denominators)
+
+
+def make_train_step(
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    config: TrainStepConfig,
+    mesh: Mesh | None = None,
+    param_shardings: Any = None,
+) -> Callable[..., tuple[TrainState, Stats]]:
+    """A jitted (state, batch, ref_logprobs=None) -> (state, stats); the state is donated.
+
+    A batch that trains no token, and a loss or gradient that is not finite, leave parameters and optimizer state
+    (weight decay, moments, schedule) exactly as they were and set `skipped` to 1; the state's `step`, which counts
+    batches, grows all the same. With a mesh, give param_shardings too: the new state lies where the old one did.
+
+    Statistics, all f32[]: `loss`, `grad_norm` (before clipping), `update_norm`, `skipped`; `tokens`; per role (`_act`,
+    `_rehearse`) `tokens`, `advantage`, `advantage_abs` (means over tokens); `logprob_diff` and `logprob_diff_max`
+    (|sampler - trainer| over trained tokens); and the loss function's own (`ratio`, `clip_fraction`, `kl`, ...).
+    """
+
+    def step(state: TrainState, batch: TrainBatch, ref_logprobs: jax.Array | None = None) -> tuple[TrainState, Stats]:
+        loss, gradient, stats = loss_and_gradient(policy, config, state.params, batch, ref_logprobs, mesh)
+        grad_norm = optax.tree.norm(gradient)
+        use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(use, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        stats |= {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "update_norm": jnp.where(use, optax.tree.norm(updates), 0.0),
+            "skipped": 1.0 - use.astype(jnp.float32),
+        }
+        return TrainState(state.step + 1, params, opt_state), stats
+
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    shapes = jax.eval_shape(lambda: policy.init(jax.random.key(0)))
+    shardings = state_shardings(optimizer, shapes, mesh, param_shardings)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def make_score_step(
+    policy: Policy, config: TrainStepConfig, mesh: Mesh | None = None
+) -> Callable[[Params, TrainBatch], jax.Array]:
+    """A jitted (params, batch) -> f32[B, T]: log-probabilities of the trained tokens, 0 elsewhere.
+
+    For old or reference log-probabilities under other parameters; micro-batched like the train step.
+    """
+
+    def score(params: Params, batch: TrainBatch) -> jax.Array:
+        def one(micro: TrainBatch) -> jax.Array:
+            return jnp.where(micro.loss_mask, batch_logprobs(policy, config, params, micro), 0.0)
+
+        micro, shards = _micro_batches(batch, config, mesh)
+        return _join(lax.map(one, micro), shards)
+
+    return jax.jit(score)

@@ -1,0 +1,486 @@
+"""The train step: the objective does not depend on layout, micro-batches or mesh, and equals a plain reference.
+
+The reference runs every segment alone through `policy.apply` and `policy.logits`, with all logits at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import run_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envace_jax.batching import make_batch
+from envace_jax.grpo import role_advantages
+from envace_jax.models.qwen import QwenConfig, make_policy
+from envace_jax.train_step import (
+    TrainStepConfig,
+    init_train_state,
+    loss_and_gradient,
+    make_optimizer,
+    make_schedule,
+    make_score_step,
+    make_train_step,
+)
+from envace_jax.types import Policy, Role, Segment, TrainBatch, Trajectory
+
+VOCAB, LIMIT, ROW = 48, 40, 48
+MODEL = QwenConfig(VOCAB, 16, 2, heads=8, kv_heads=2, head_dim=4, ffn=24, init_std=0.3, rope_theta=100.0)
+CONFIG = TrainStepConfig(vocab_limit=LIMIT, temperature=0.8, micro_batch_rows=8, logprob_chunk=64)
+
+
+@functools.cache
+def policy() -> Policy:
+    return make_policy(MODEL, unroll=False)
+
+
+@functools.cache
+def params():
+    return policy().init(jax.random.key(0))
+
+
+@functools.cache
+def trajectories() -> tuple[Trajectory, ...]:
+    """Two tasks, three attempts: act streams that grow by two segments with rehearsals between; random numbers."""
+    rng = np.random.default_rng(0)
+
+    def some(low, high):
+        return rng.integers(0, LIMIT, rng.integers(low, high + 1)).astype(np.int32)
+
+    def segment(role, prompt):
+        tokens = some(1, 6)
+        logprobs = -rng.uniform(2.5, 4.5, len(tokens)).astype(np.float32)
+        return Segment(role, prompt, tokens, logprobs, "stop", 0)
+
+    found = []
+    for number in range(6):
+        first = segment(Role.ACT, some(3, 9))
+        rehearsals = [segment(Role.REHEARSE, some(5, 20)) for _ in range(rng.integers(0, 3))]
+        second = segment(Role.ACT, np.concatenate([first.prompt_tokens, first.tokens, some(1, 9)]))
+        segments = (first, *rehearsals, second)
+        group, attempt = divmod(number, 3)
+        found.append(Trajectory(f"task {group}", group, attempt, segments, float(rng.random()), "ok", "done"))
+    return tuple(found)
+
+
+def batch_in(layout) -> TrainBatch:
+    """24 rows in every layout, so that one compiled program serves all."""
+    advantages, _ = role_advantages(trajectories())
+    return make_batch(trajectories(), advantages, layout=layout, row_length=ROW, rows_multiple=24, pad_id=7)[0]
+
+
+@functools.cache
+def compiled_gradient(config, of=None):
+    return jax.jit(functools.partial(loss_and_gradient, of or policy(), config))
+
+
+def distance(one, other) -> float:
+    """|one - other| / |other| over all leaves together."""
+    apart = optax.tree.norm(jax.tree.map(lambda a, b: jnp.asarray(a) - jnp.asarray(b), one, other))
+    return float(apart / optax.tree.norm(other))
+
+
+def reference_loss(parameters, temperature=0.8):
+    """-mean over sampled tokens of advantage x log-probability: a row for each segment, all logits at once."""
+    advantages, _ = role_advantages(trajectories())
+    segments = list(zip((s for t in trajectories() for s in t.segments), np.concatenate(advantages), strict=True))
+    rows = np.zeros((len(segments), ROW), np.int32)
+    weights = np.zeros((len(segments), ROW - 1), np.float32)  # of the prediction of token t + 1 at place t
+    for row, weight, (segment, advantage) in zip(rows, weights, segments, strict=True):
+        prompt, end = len(segment.prompt_tokens), len(segment.prompt_tokens) + len(segment.tokens)
+        row[:prompt], row[prompt:end] = segment.prompt_tokens, segment.tokens
+        weight[prompt - 1 : end - 1] = advantage
+    places = np.broadcast_to(np.arange(ROW), rows.shape)
+    hidden, _ = policy().apply(parameters, rows, places, np.ones_like(rows), None)
+    logprobs = jax.nn.log_softmax(policy().logits(parameters, hidden[:, :-1])[..., :LIMIT] / temperature)
+    picked = jnp.take_along_axis(logprobs, rows[:, 1:, None], axis=-1)[..., 0]
+    return -jnp.sum(picked * weights) / sum(len(s.tokens) for s, _ in segments)
+
+
+def test_the_gradient_equals_a_plain_reference():
+    _, gradient, stats = compiled_gradient(CONFIG)(params(), batch_in("segment"))
+    assert distance(gradient, jax.jit(jax.grad(reference_loss))(params())) < 1e-5
+    assert stats["tokens"] == sum(len(s.tokens) for t in trajectories() for s in t.segments)
+
+
+VARIANTS = [
+    {},
+    {"old_logprobs": "sampler"},
+    {"old_logprobs": "sampler", "denominator": "role", "kl_coef": 0.2, "clip_low": 0.1, "clip_high": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_no_layout_changes_loss_or_gradient(options):
+    """Invariant 3, layouts."""
+    config = dataclasses.replace(CONFIG, **options)
+    results = {}
+    for layout in ("segment", "merged", "packed"):
+        batch = batch_in(layout)
+        ref = batch.old_logprobs - 0.3 * np.sin(batch.tokens) if config.kl_coef else None
+        results[layout] = compiled_gradient(config)(params(), batch, ref)
+    want = results["segment"]
+    for layout in ("merged", "packed"):
+        loss, gradient, stats = results[layout]
+        np.testing.assert_allclose(loss, want[0], rtol=1e-5, atol=1e-7)
+        assert distance(gradient, want[1]) < 1e-5
+        for name, value in stats.items():
+            np.testing.assert_allclose(value, want[2][name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_no_micro_batch_split_changes_the_gradient_of_the_network():
+    """Invariant 3, micro-batches, on Qwen."""
+    batch = batch_in("merged")
+    want = compiled_gradient(CONFIG)(params(), batch)
+    got = compiled_gradient(dataclasses.replace(CONFIG, micro_batch_rows=24))(params(), batch)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    assert distance(got[1], want[1]) < 1e-5
+
+
+def bag_policy() -> Policy:
+    """A stand-in without attention, so that many splits compile quickly."""
+
+    def apply(parameters, tokens, positions, sequence_ids, cache=None):
+        return jnp.tanh(parameters["embedding"][tokens] + parameters["place"] * positions[..., None]), cache
+
+    def init(key):
+        first, second = jax.random.split(key)
+        matrices = {"embedding": jax.random.normal(first, (VOCAB, 6)), "head": jax.random.normal(second, (6, VOCAB))}
+        return matrices | {"place": jnp.full((6,), 0.1, jnp.float32)}
+
+    def head(parameters):
+        return parameters["head"]
+
+    return Policy(init, apply, lambda p, h: h @ head(p), head, lambda *a, **k: None, VOCAB)
+
+
+BAG = bag_policy()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 2**32 - 1))
+def test_no_micro_batch_split_changes_anything(rows, seed):
+    """Invariant 3: with unevenly spread masks, roles and advantages, and whole rows that train nothing."""
+    rng = np.random.default_rng(seed)
+    shape = (12, 9)
+    mask = rng.random(shape) < rng.random((12, 1)) * (rng.random((12, 1)) < 0.7)
+    mask[:, 0] = False
+    batch = TrainBatch(
+        rng.integers(0, LIMIT, shape).astype(np.int32),
+        np.tile(np.arange(9, dtype=np.int32), (12, 1)),
+        np.ones(shape, np.int32),
+        mask,
+        np.where(mask, rng.normal(size=shape), np.nan).astype(np.float32),
+        np.where(mask, -4 + rng.normal(size=shape), np.nan).astype(np.float32),
+        np.where(mask, rng.integers(0, 2, shape), 99).astype(np.int32),
+    )
+    config = dataclasses.replace(CONFIG, logprob_chunk=20, old_logprobs="sampler", denominator="role", kl_coef=0.1)
+    arguments = BAG.init(jax.random.key(1)), batch, batch.old_logprobs + np.float32(0.1)
+    want = compiled_gradient(dataclasses.replace(config, micro_batch_rows=12), BAG)(*arguments)
+    got = compiled_gradient(dataclasses.replace(config, micro_batch_rows=rows), BAG)(*arguments)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    scale = max(float(optax.tree.norm(want[1])), 1e-3)
+    for one, other in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        assert np.all(np.isfinite(one))
+        np.testing.assert_allclose(one, other, atol=1e-5 * scale)
+    for name, value in want[2].items():
+        np.testing.assert_allclose(got[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# Plain gradient descent at rate 1 moves the parameters by the gradient itself, so one program shows everything.
+MESH_CODE = """
+    import dataclasses, jax, numpy as np, optax
+    from envace_jax.models import qwen
+    from envace_jax.sharding import batch_sharding, make_mesh
+    from envace_jax.train_step import init_train_state, make_train_step
+    from test_train_step import CONFIG, MODEL, batch_in, compiled_gradient, distance, params
+
+    config = dataclasses.replace(CONFIG, old_logprobs="sampler", denominator="role")
+    batch = batch_in("packed")
+    loss, gradient, expected = compiled_gradient(config)(params(), batch)
+    for sizes in SIZES:
+        mesh = make_mesh(*sizes)
+        shardings = qwen.shardings(MODEL, mesh)
+        policy = qwen.make_policy(MODEL, mesh=mesh, unroll=False)
+        rows = jax.device_put(batch, batch_sharding(mesh))
+        step = make_train_step(policy, optax.sgd(1.0), config, mesh, shardings)
+        placed = jax.device_put(jax.device_get(params()), shardings)
+        state, stats = step(init_train_state(placed, optax.sgd(1.0), mesh, shardings), rows)
+        moved = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), params(), state.params)
+        assert distance(moved, jax.device_get(gradient)) < 1e-5, sizes
+        np.testing.assert_allclose(stats["loss"], loss, rtol=1e-5)
+        for name, value in expected.items():
+            np.testing.assert_allclose(stats[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        print("same on", sizes)
+"""
+
+PLACEMENT_CODE = """
+    import jax, numpy as np
+    from envace_jax.models import qwen
+    from envace_jax.sharding import batch_sharding, make_mesh
+    from envace_jax.train_step import init_train_state, make_optimizer, make_score_step, make_train_step
+    from test_train_step import CONFIG, MODEL, batch_in, params, policy
+
+    batch, mesh = batch_in("packed"), make_mesh(2, 2, 2)
+    shardings = qwen.shardings(MODEL, mesh)
+    sharded = qwen.make_policy(MODEL, mesh=mesh, unroll=False)
+    parameters = jax.device_put(jax.device_get(params()), shardings)
+    rows = jax.device_put(batch, batch_sharding(mesh))
+    scores = make_score_step(policy(), CONFIG)(params(), batch)
+    np.testing.assert_allclose(make_score_step(sharded, CONFIG, mesh)(parameters, rows), scores, atol=1e-5)
+    optimizer = make_optimizer(1e-3)
+    step = make_train_step(sharded, optimizer, CONFIG, mesh, shardings)
+    state = init_train_state(parameters, optimizer, mesh, shardings)
+    where = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(2):
+        state, _ = step(state, rows)
+        assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, where))
+    assert step._cache_size() == 1 and int(state.step) == 2
+    moments = state.opt_state[1][0].mu["layers"]["gate"]["kernel"]
+    assert moments.addressable_shards[0].data.size * 4 == moments.size
+    print("stays in place")
+"""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[(2, 2, 2)], pytest.param([(8, 1, 1), (1, 8, 1), (1, 1, 8)], marks=pytest.mark.slow)],
+    ids=["all axes", "each axis alone"],
+)
+def test_no_mesh_changes_loss_or_gradient(sizes):
+    """Invariant 3, meshes: 8 simulated devices."""
+    out = run_python(MESH_CODE.replace("SIZES", repr(sizes)), devices=8, timeout=900)
+    assert out.count("same on") == len(sizes)
+
+
+@pytest.mark.slow
+def test_a_sharded_state_stays_where_it_is_and_compiles_once():
+    assert "stays in place" in run_python(PLACEMENT_CODE, devices=8, timeout=900)
+
+
+@functools.cache
+def compiled_score():
+    return make_score_step(policy(), CONFIG)
+
+
+def new_state(optimizer):
+    return init_train_state(jax.tree.map(jnp.copy, params()), optimizer)
+
+
+def equal(one, other) -> bool:
+    return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), one, other))
+
+
+@functools.cache
+def compiled_step(config=CONFIG, learning_rate=1e-3):
+    optimizer = make_optimizer(learning_rate)
+    return optimizer, make_train_step(policy(), optimizer, config)
+
+
+def test_at_learning_rate_zero_every_ratio_is_one():
+    """Invariant 2, trainer's side: log-probabilities of the cached forward pass against the train step."""
+    optimizer, step = compiled_step(dataclasses.replace(CONFIG, old_logprobs="sampler"), 0.0)
+    batch = batch_in("packed")
+    alone = np.zeros_like(batch.old_logprobs)
+    lengths = [len(s.prompt_tokens) + len(s.tokens) for t in trajectories() for s in t.segments]
+    cached = jax.jit(policy().apply)
+    for r in range(batch.tokens.shape[0]):
+        for number in range(1, batch.sequence_ids[r].max() + 1):
+            (where,) = np.nonzero(batch.sequence_ids[r] == number)
+            row = np.zeros((1, max(lengths)), np.int32)
+            row[0, : len(where)] = batch.tokens[r, where]
+            places, ids = np.arange(row.shape[1])[None], (np.arange(row.shape[1]) < len(where)).astype(np.int32)[None]
+            hidden, _ = cached(params(), row, places, ids, policy().init_cache(1, row.shape[1], jnp.float32))
+            logprobs = jax.nn.log_softmax(policy().logits(params(), hidden)[0, :, :LIMIT] / CONFIG.temperature)
+            alone[r, where[1:]] = logprobs[np.arange(len(where) - 1), row[0, 1 : len(where)]]
+    batch = dataclasses.replace(batch, old_logprobs=np.where(batch.loss_mask, alone, 0.0).astype(np.float32))
+    np.testing.assert_allclose(compiled_score()(params(), batch), batch.old_logprobs, atol=1e-5)
+    state, stats = step(new_state(optimizer), batch)
+    assert stats["ratio_deviation_max"] < 1e-5 and stats["logprob_diff_max"] < 1e-5 and stats["clip_fraction"] == 0
+    assert stats["tokens"] > 0 and stats["grad_norm"] > 0 and stats["skipped"] == 0
+    assert equal(state.params, params())
+
+
+def test_trainer_and_sampler_old_logprobs_agree_when_they_are_equal():
+    batch = batch_in("packed")
+    batch = dataclasses.replace(batch, old_logprobs=compiled_score()(params(), batch))
+    one = compiled_gradient(CONFIG)(params(), batch)
+    other = compiled_gradient(dataclasses.replace(CONFIG, old_logprobs="sampler"))(params(), batch)
+    assert distance(one[1], other[1]) < 1e-5
+
+
+def test_statistics_by_hand():
+    batch = batch_in("packed")
+    _, step = compiled_step()
+    state, stats = step(new_state(compiled_step()[0]), batch)
+    assert int(state.step) == 1 and not equal(state.params, params())
+    for role in Role:
+        own = batch.loss_mask & (batch.role == role)
+        name = role.name.lower()
+        assert stats[f"tokens_{name}"] == own.sum() > 0
+        assert stats[f"advantage_{name}"] == pytest.approx(batch.advantages[own].mean(), rel=1e-4, abs=1e-6)
+        assert stats[f"advantage_abs_{name}"] == pytest.approx(np.abs(batch.advantages[own]).mean(), rel=1e-5)
+    now = np.asarray(compiled_score()(params(), batch))
+    difference = np.abs(now - batch.old_logprobs)[batch.loss_mask]
+    assert stats["logprob_diff"] == pytest.approx(difference.mean(), rel=1e-4)
+    assert stats["logprob_diff_max"] == pytest.approx(difference.max(), rel=1e-4)
+    assert stats["loss"] == pytest.approx(-batch.advantages[batch.loss_mask].mean(), rel=1e-4, abs=1e-6)
+    assert stats["ratio"] == pytest.approx(1.0) and stats["skipped"] == 0
+    gradient = compiled_gradient(CONFIG)(params(), batch)[1]
+    assert stats["grad_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
+    moved = jax.tree.map(lambda a, b: a - b, state.params, params())
+    assert stats["update_norm"] == pytest.approx(float(optax.tree.norm(moved)), rel=1e-3)
+    assert all(value.shape == () and value.dtype == jnp.float32 for value in stats.values())
+
+
+def test_an_empty_batch_leaves_everything_but_the_step():
+    """No weight decay, no moment decay, no schedule step either."""
+    optimizer, step = compiled_step()
+    state, _ = step(new_state(optimizer), batch_in("packed"))
+    before = jax.tree.map(jnp.copy, state)
+    failed = [dataclasses.replace(t, status="failed") for t in trajectories()]
+    empty, _ = make_batch(failed, role_advantages(failed)[0], row_length=ROW, rows_multiple=24)
+    state, stats = step(state, empty)
+    assert equal(state.params, before.params) and equal(state.opt_state, before.opt_state)
+    assert stats["skipped"] == 1 and int(state.step) == 2
+    for name in ("loss", "grad_norm", "update_norm", "tokens", "ratio", "logprob_diff_max"):
+        assert stats[name] == 0, name
+    assert all(bool(jnp.isfinite(value)) for value in stats.values())
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied():
+    optimizer, step = compiled_step()
+    batch = batch_in("packed")
+    bad = batch.advantages.copy()
+    bad[tuple(np.argwhere(batch.loss_mask)[0])] = np.inf
+    state, stats = step(new_state(optimizer), dataclasses.replace(batch, advantages=bad))
+    assert equal(state.params, params()) and equal(state.opt_state, optimizer.init(params()))
+    assert stats["skipped"] == 1 and stats["update_norm"] == 0 and not jnp.isfinite(stats["grad_norm"])
+    state, stats = step(state, batch)
+    assert stats["skipped"] == 0 and not equal(state.params, params())
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state))
+
+
+def test_padding_and_what_masked_places_hold_change_nothing():
+    batch = batch_in("packed")
+    want = compiled_gradient(CONFIG)(params(), batch)
+    free = ~batch.loss_mask
+    other = dataclasses.replace(
+        batch,
+        tokens=np.where(batch.sequence_ids == 0, 3, batch.tokens),
+        advantages=np.where(free, np.nan, batch.advantages),
+        old_logprobs=np.where(free, np.inf, batch.old_logprobs),
+        role=np.where(free, 1, batch.role),
+    )
+    assert (batch.sequence_ids == 0).any()
+    got = compiled_gradient(CONFIG)(params(), other)
+    assert got[0] == want[0] and distance(got[1], want[1]) < 1e-6
+
+
+def test_each_stop_id_gets_gradient():
+    """With an advantage on a segment's last token alone, the gradient raises that token, from the state before it."""
+    batch = batch_in("packed")
+    ends = np.zeros_like(batch.loss_mask)
+    ends[:, :-1] = batch.loss_mask[:, :-1] & ~batch.loss_mask[:, 1:]
+    ends[:, -1] = batch.loss_mask[:, -1]
+    assert ends.sum() == sum(len(t.segments) for t in trajectories())
+    r, t = np.argwhere(ends)[2]
+    only = np.zeros_like(batch.advantages)
+    only[r, t] = 1.0
+    parameters = BAG.init(jax.random.key(3))
+    gradient = compiled_gradient(CONFIG, BAG)(parameters, dataclasses.replace(batch, advantages=only))[1]
+    # -(indicator - probability) x hidden state: only the trained token's own column points against that state.
+    state = jnp.tanh(parameters["embedding"][batch.tokens[r, t - 1]] + parameters["place"] * batch.positions[r, t - 1])
+    along = np.asarray(state @ gradient["head"])
+    assert np.flatnonzero(along < 0).tolist() == [batch.tokens[r, t]] and np.all(along[LIMIT:] == 0)
+
+
+def test_one_program_serves_all_batches_and_nothing_waits_for_the_host():
+    optimizer = make_optimizer(make_schedule(1e-3, warmup_steps=3))
+    step = make_train_step(BAG, optimizer, CONFIG)
+    state, batch = jax.device_put((init_train_state(BAG.init(jax.random.key(0)), optimizer), batch_in("packed")))
+    other = jax.device_put(dataclasses.replace(batch, advantages=-batch.advantages))
+    with jax.transfer_guard("disallow"):
+        for one in (batch, other, batch):
+            state, stats = step(state, one)
+    assert step._cache_size() == 1 and int(state.step) == 3 and stats["skipped"] == 0
+
+
+def test_memory_of_the_whole_step_grows_with_the_chunk_and_not_with_time_times_vocabulary():
+    """Invariant 9, on the train step with Qwen: forward, backward and AdamW."""
+    vocab, rows = 16384, 2
+    model = dataclasses.replace(MODEL, vocab_size=vocab, width=8, layers=1, heads=2, kv_heads=1)
+    wide = make_policy(model, unroll=False)
+    optimizer = make_optimizer(1e-3)
+    shapes = jax.eval_shape(lambda: init_train_state(wide.init(jax.random.key(0)), optimizer))
+
+    def temporary_bytes(time, chunk):
+        ints, floats = (jax.ShapeDtypeStruct((rows, time), kind) for kind in (jnp.int32, jnp.float32))
+        batch = TrainBatch(ints, ints, ints, jax.ShapeDtypeStruct((rows, time), bool), floats, floats, ints)
+        config = TrainStepConfig(micro_batch_rows=rows, logprob_chunk=chunk)
+        compiled = make_train_step(wide, optimizer, config).lower(shapes, batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits_of_one_token = vocab * 4
+    short, long, wider = temporary_bytes(128, 32), temporary_bytes(256, 32), temporary_bytes(256, 128)
+    assert long - short < rows * 128 * logits_of_one_token / 10
+    assert wider - long > 0.9 * (128 - 32) * logits_of_one_token
+
+
+def test_schedules_by_hand():
+    constant = make_schedule(0.4, warmup_steps=4)
+    np.testing.assert_allclose([constant(n) for n in (0, 1, 3, 4, 99)], [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
+    assert make_schedule(0.4)(0) == pytest.approx(0.4)
+    cosine = make_schedule(0.4, schedule="cosine", warmup_steps=2, total_steps=10)
+    np.testing.assert_allclose([cosine(n) for n in (0, 1, 2, 6, 10)], [0.2, 0.4, 0.4, 0.2, 0], rtol=1e-5, atol=1e-8)
+    assert cosine(4) == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)), rel=1e-5)
+    linear = make_schedule(0.4, schedule="linear", total_steps=4)
+    np.testing.assert_allclose([linear(n) for n in range(5)], [0.4, 0.3, 0.2, 0.1, 0.0], atol=1e-7)
+    with pytest.raises(ValueError, match="unknown schedule 'step'"):
+        make_schedule(0.1, schedule="step")
+    with pytest.raises(ValueError, match="needs total_steps"):
+        make_schedule(0.1, schedule="cosine", warmup_steps=5, total_steps=5)
+
+
+def test_the_optimizer_equals_torch_adamw_with_gradient_clipping():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 4)).astype(np.float32)
+    gradients = [(rng.normal(size=(3, 4)) * scale).astype(np.float32) for scale in (0.01, 5.0, 0.3, 40.0)]
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    adamw = torch.optim.AdamW([theirs], lr=0.03, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = make_optimizer(0.03)
+    ours, state = jnp.asarray(start), optimizer.init(jnp.asarray(start))
+    for gradient in gradients:
+        theirs.grad = torch.tensor(gradient)
+        torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+        adamw.step()
+        updates, state = optimizer.update(jnp.asarray(gradient), state, ours)
+        ours = optax.apply_updates(ours, updates)
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=2e-5, atol=1e-6)
+
+
+def test_bad_settings_are_errors():
+    for options, message in (
+        ({"loss": "dpo"}, "unknown loss 'dpo'; choose one of 'ppo'"),
+        ({"old_logprobs": "judge"}, "unknown old_logprobs 'judge'"),
+        ({"denominator": "rows"}, "unknown denominator"),
+        ({"micro_batch_rows": 0}, "micro_batch_rows must be at least 1"),
+        ({"clip_low": 1.0}, "clip_low 1.0 must be in"),
+        ({"dual_clip": 0.5}, "dual_clip must be above 1"),
+        ({"kl_coef": -1.0}, "kl_coef must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainStepConfig(**options)
+    with pytest.raises(ValueError, match="kl_coef=0.1 needs ref_logprobs"):
+        compiled_gradient(dataclasses.replace(CONFIG, kl_coef=0.1))(params(), batch_in("packed"))
+    with pytest.raises(ValueError, match="24 rows cannot be cut into micro-batches of 7"):
+        compiled_gradient(dataclasses.replace(CONFIG, micro_batch_rows=7))(params(), batch_in("packed"))
