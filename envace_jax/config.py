@@ -1,0 +1,332 @@
+"""The settings of one run as frozen dataclasses, and the only way into them: a checked conversion from ml_collections.
+
+The library's defaults live here: the authors' choices where they state one, else the plainest value. The files in
+`configs/` say what differs. Nothing here knows a device, a model file or a task: what depends on those is checked where
+they are opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ml_collections import config_dict
+
+from envace_jax import config_checks
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+ASSET_PREFIX = "asset:"
+Dtype = Literal["float32", "bfloat16"]
+
+
+class UserError(ValueError):
+    """Bad input. Its text is complete lines for the person who started the run; `main` shows no traceback."""
+
+
+class ConfigError(UserError):
+    """A setting that is unknown, of the wrong type, or cannot work together with another one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""  # a folder in Hugging Face layout, a hub id, or "asset:NAME" for one shipped in the package
+    compute_dtype: Dtype = "bfloat16"  # of activations; softmax, norms, RoPE and logits are float32 always
+    param_dtype: Dtype = "float32"  # of the trained parameters and the optimizer state
+    remat: Literal["none", "dots", "full"] = "full"  # what a layer's backward pass recomputes; "dots" is attention only
+    unroll: bool | None = None  # layers as a loop in Python instead of a scan; None lets the model's size decide
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: str = ""  # "tiny" for the generated world, or the path of a JSONL file of tasks
+    split: Literal["train", "heldout"] = "train"  # of the tiny world
+    count: int = 0  # tasks to use; 0 takes every task of a file (the tiny world needs a number)
+    seed: int = 0  # of the generated tasks and of the order in which tasks are drawn
+    tasks_per_step: int = 16
+    attempts: int = 4  # trajectories per task: the size of a GRPO group
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptConfig:
+    style: Literal["full", "compact"] = "full"  # see roles.py
+    thinking: bool = True
+    reference_examples: bool = True  # show the task's reference calls and results to the rehearsing role
+    max_act_prompt: int = 12000  # tokens
+    max_rehearse_prompt: int = 12000  # tokens; the conversation part is cut from the left to fit
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitsConfig:
+    assistant_turns: int = 30
+    user_turns: int = 30
+    parallel_calls: int = 20  # tool calls in one assistant message
+    generations: int = 200  # segments of both roles in one trajectory
+    act_context: int = 20000  # tokens of the whole act stream, the next response's budget included
+    act_response: int = 8000  # tokens
+    rehearse_response: int = 8000  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    slots: int = 64  # sequences decoded side by side
+    max_length: int = 20000  # tokens a slot's cache can hold
+    decode_chunk: int = 16  # tokens decoded between two looks at what has finished
+    temperature: float = 1.0
+    top_p: float = 1.0
+    prefill_lengths: tuple[int, ...] = (128, 512, 2048)  # padded shapes, see buckets.py
+    prefill_rows: tuple[int, ...] = (1, 4)
+    cache_lengths: tuple[int, ...] = (4096, 8192, 20000)
+    cache_dtype: Dtype = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    responder: Literal["rehearsed", "real"] = "rehearsed"  # who answers tool calls: the policy, or the environment
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    baseline: Literal["segment_mean", "trajectory_mean", "leave_one_out"] = "segment_mean"
+    scale: Literal["none", "std"] = "none"
+    singleton: Literal["raw", "zero"] = "raw"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0  # 0 turns it off
+    kl_coef: float = 0.0
+    denominator: Literal["tokens", "role"] = "tokens"  # of the whole batch, or of each role
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"  # whose the ratio divides by
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; down to 0 at the last step
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    layout: Literal["packed", "merged", "segment"] = "packed"  # see batching.py
+    row_length: int = 20000  # tokens
+    rows_multiple: int = 8  # the number of rows is padded to a multiple of this
+    micro_batch_rows: int = 8  # rows whose activations are alive at once
+    logprob_chunk: int = 1024  # tokens whose logits are alive at once
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int = 0  # steps between evaluations; 0 evaluates before the first and after the last step only
+    heldout_tasks: int = 0  # 0 leaves the evaluation out
+    samples: int = 4  # sampled attempts at each held-out task
+    unseen_tasks: int = 0  # tasks of the domain that training never sees
+    greedy: bool = True  # also one greedy attempt at each task
+    fidelity_calls: int = 0  # rehearsed results compared with executed ones
+    temperature: float = 0.6
+    top_p: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10  # steps; the last step is saved always
+    keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    tensorboard: bool = True
+    trajectories_per_step: int = 2  # written out to trajectories.jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    seed: int = 0
+    steps: int = 1
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    prompts: PromptConfig = dataclasses.field(default_factory=PromptConfig)
+    limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
+    sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    compilation_cache: str = ""  # folder of compiled programs; "" is ~/.cache/envace_jax/xla, "off" keeps none
+
+
+def default_config_dict() -> config_dict.ConfigDict:
+    """Every setting at its default, for a file in `configs/` to change. Assigning an unknown key is an error."""
+    return _to_config_dict(RunConfig())
+
+
+def from_config_dict(config: config_dict.ConfigDict | Mapping[str, Any]) -> RunConfig:
+    """Converts and checks a whole configuration; keys left out take their default.
+
+    Raises ConfigError with one line for each unknown key (and the closest known ones), wrong type, or combination that
+    cannot work.
+    """
+    values = config.to_dict() if isinstance(config, config_dict.ConfigDict) else config
+    problems: list[str] = []
+    result = _convert(RunConfig, values, "", problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    validate(result)
+    return result
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain JSON values (tuples become lists); `from_config_dict` reads it back."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def unknown_setting(key: str) -> str | None:
+    """One line about a dotted key that no setting or group has, with the closest that exist; None for a known key."""
+    known = [name for name, _ in _flatten(to_json(RunConfig()))]
+    if key in known or any(name.startswith(f"{key}.") for name in known):
+        return None
+    return f"{key}: unknown setting; {_closest(key, known)}"
+
+
+def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
+    """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
+
+    Free to change: logging, evaluation, checkpoint, the compilation cache, and the number of steps unless the learning
+    rate's schedule is stretched over them.
+    """
+    before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
+    free = {"compilation_cache"} | ({"steps"} if current.optimizer.schedule == "constant" else set())
+    lines = []
+    for key in sorted(before.keys() | now.keys()):
+        if key in free or key.split(".")[0] in ("logging", "evaluation", "checkpoint"):
+            continue
+        old, new = before.get(key, "absent"), now.get(key, "absent")
+        if old != new:
+            lines.append(f"{key}: {old!r} -> {new!r}")
+    return lines
+
+
+def model_path(path: str) -> str:
+    """A folder or hub id to load from; "asset:NAME" becomes that folder in the package. Raises ConfigError."""
+    if not path.startswith(ASSET_PREFIX):
+        return path
+    folder = ASSETS / path.removeprefix(ASSET_PREFIX)
+    if not folder.is_dir():
+        known = sorted(entry.name for entry in ASSETS.iterdir() if entry.is_dir()) if ASSETS.is_dir() else []
+        raise ConfigError(f"model.path {path!r}: no such asset in {ASSETS}; it holds {', '.join(known) or 'none'}")
+    return str(folder)
+
+
+def validate(config: RunConfig) -> None:
+    """Raises ConfigError with one line for each setting or combination of settings that cannot work."""
+    problems = list(config_checks.problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _to_config_dict(value: Any) -> config_dict.ConfigDict:
+    result = config_dict.ConfigDict(allow_dotted_keys=False)
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        default = getattr(value, field.name)
+        if dataclasses.is_dataclass(default):
+            default = _to_config_dict(default)
+        elif default is None:  # a placeholder lets the command line know the type
+            default = config_dict.placeholder(
+                next(t for t in typing.get_args(hints[field.name]) if t is not type(None))
+            )
+        result[field.name] = default
+    return result.lock()
+
+
+def _convert(kind: type, values: Any, prefix: str, problems: list[str]) -> Any:
+    """Builds `kind` from a mapping; what does not fit is added to `problems`, and then the result does not count."""
+    if not isinstance(values, Mapping):
+        problems.append(f"{prefix.rstrip('.')}: expected a group of settings, got {values!r}")
+        return kind()
+    hints = typing.get_type_hints(kind)
+    arguments = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            problems.append(unknown_setting(name) or f"{name}: unknown setting")
+        elif dataclasses.is_dataclass(hints[key]):
+            arguments[key] = _convert(typing.cast(type, hints[key]), value, f"{name}.", problems)
+        else:
+            arguments[key] = _cast(hints[key], value, name, problems)
+    return kind(**arguments)
+
+
+def _cast(hint: Any, value: Any, name: str, problems: list[str]) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        if option is type(None):
+            if value is None:
+                return None
+        elif typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is tuple:
+            item = typing.get_args(option)[0]
+            if isinstance(value, (tuple, list)) and all(type(entry) is item for entry in value):
+                return tuple(value)
+        elif option is float:
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+        elif type(value) is option:  # type(), since a bool is an int to isinstance
+            return value
+    problems.append(f"{name}: expected {_type_name(hint)}, got {value!r}")
+    return value
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {typing.get_args(hint)[0].__name__}"
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    if hint is float:
+        return "a finite number"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _closest(name: str, known: list[str]) -> str:
+    """What an unknown setting may have meant: one alike in its group, or of the same name elsewhere; else the group."""
+    group, _, last = name.rpartition(".")
+    siblings = [key for key in known if key.rpartition(".")[0] == group]
+    names = [key.rpartition(".")[2] for key in siblings]
+    found = [siblings[names.index(close)] for close in difflib.get_close_matches(last, names, n=3, cutoff=0.6)]
+    found += [key for key in known if key.rpartition(".")[2] == last]
+    if group and not siblings:
+        found = found or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if found:
+        return f"the closest known: {', '.join(found)}"
+    return f"known there: {', '.join(siblings or [field.name for field in dataclasses.fields(RunConfig)])}"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

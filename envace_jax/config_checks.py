@@ -1,0 +1,140 @@
+"""What makes a configuration impossible: one generator per group of settings, one line of text per problem.
+
+It looks at values only, and takes their types for granted; whether a path exists, a mesh fits the devices, or a head
+count divides is found where those are opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envace_jax.config import RunConfig
+
+AT_LEAST = {
+    1: (
+        "steps mesh.data mesh.fsdp mesh.tensor data.tasks_per_step data.attempts prompts.max_act_prompt "
+        "prompts.max_rehearse_prompt limits.assistant_turns limits.user_turns limits.parallel_calls limits.generations "
+        "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
+        "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
+        "evaluation.samples checkpoint.every checkpoint.keep"
+    ),
+    0: (
+        "seed data.seed data.count sampler.temperature evaluation.temperature grpo.clip_low grpo.clip_high "
+        "grpo.kl_coef grpo.dual_clip optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay "
+        "evaluation.every evaluation.heldout_tasks evaluation.unseen_tasks evaluation.fidelity_calls "
+        "logging.trajectories_per_step"
+    ),
+}
+POSITIVE = ("optimizer.eps", "optimizer.clip_norm")
+SHARES = ("sampler.top_p", "evaluation.top_p")  # in (0, 1]
+BUCKETS = ("sampler.prefill_lengths", "sampler.prefill_rows", "sampler.cache_lengths")
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Yields one line per problem, saying which setting, what it is, and what would be accepted."""
+    yield from _single_values(config)
+    yield from _sources(config)
+    yield from _lengths(config)
+    yield from _learning(config)
+    yield from _rows(config)
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a dotted key such as "grpo.baseline"."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _single_values(config: RunConfig) -> Iterator[str]:
+    for least, keys in AT_LEAST.items():
+        for key in keys.split():
+            if get(config, key) < least:
+                yield f"{key}: {get(config, key)} is too small; it must be at least {least}"
+    for key in POSITIVE:
+        if get(config, key) <= 0:
+            yield f"{key}: {get(config, key)} must be greater than 0"
+    for key in SHARES:
+        if not 0 < get(config, key) <= 1:
+            yield f"{key}: {get(config, key)} must be greater than 0 and at most 1"
+    for key in ("optimizer.b1", "optimizer.b2"):
+        if not 0 <= get(config, key) < 1:
+            yield f"{key}: {get(config, key)} must be at least 0 and less than 1"
+    for key in BUCKETS:
+        sizes = get(config, key)
+        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            yield f"{key}: {list(sizes)} must be a list of increasing sizes of at least 1"
+
+
+def _sources(config: RunConfig) -> Iterator[str]:
+    if not config.model.path:
+        yield "model.path: empty; give a checkpoint folder, a hub id such as Qwen/Qwen3-8B, or asset:NAME"
+    if not config.data.source:
+        yield "data.source: empty; give the path of a JSONL file of tasks (--config.data.source=PATH), or tiny"
+    if config.data.split == "heldout" and config.evaluation.heldout_tasks:
+        yield "data.split: training on the held-out tasks leaves nothing to evaluate on; set it to train"
+    if config.data.source == "tiny" and config.data.count < 1:
+        yield "data.count: the tiny world generates its tasks; say how many (at least 1)"
+    if config.data.source != "tiny":
+        for key in ("heldout_tasks", "unseen_tasks", "fidelity_calls"):
+            if getattr(config.evaluation, key):
+                yield f"evaluation.{key}: needs executable tasks, which only data.source=tiny has; set it to 0"
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    limits, prompts, sampler = config.limits, config.prompts, config.sampler
+    rehearse = prompts.max_rehearse_prompt + limits.rehearse_response
+    longest = max(limits.act_context, rehearse)
+    if prompts.max_act_prompt + limits.act_response > limits.act_context:
+        yield (
+            f"limits.act_context: {limits.act_context} is below prompts.max_act_prompt + limits.act_response = "
+            f"{prompts.max_act_prompt} + {limits.act_response}"
+        )
+    if limits.act_context > sampler.max_length:
+        yield f"sampler.max_length: {sampler.max_length} is below limits.act_context={limits.act_context}"
+    if rehearse > sampler.max_length:
+        yield (
+            f"sampler.max_length: {sampler.max_length} is below prompts.max_rehearse_prompt + limits.rehearse_response "
+            f"= {prompts.max_rehearse_prompt} + {limits.rehearse_response}"
+        )
+    if config.batch.row_length < longest:
+        yield (
+            f"batch.row_length: {config.batch.row_length} is below the longest possible sequence, {longest} tokens "
+            f"(the larger of limits.act_context={limits.act_context} and the rehearse prompt and response, {rehearse})"
+        )
+    if sampler.cache_lengths and sampler.cache_lengths[-1] < sampler.max_length:
+        last = sampler.cache_lengths[-1]
+        yield f"sampler.cache_lengths: the last one, {last}, is below sampler.max_length={sampler.max_length}"
+
+
+def _learning(config: RunConfig) -> Iterator[str]:
+    grpo, optimizer = config.grpo, config.optimizer
+    if config.data.attempts == 1 and grpo.singleton == "zero":
+        yield (
+            f"data.attempts: a group of 1 gives no signal with grpo.baseline={grpo.baseline} and grpo.singleton=zero; "
+            "use at least 2 attempts"
+        )
+    if grpo.clip_low >= 1:
+        yield f"grpo.clip_low: {grpo.clip_low} must be below 1 (the ratio is kept above 1 - clip_low)"
+    if 0 < grpo.dual_clip <= 1:
+        yield f"grpo.dual_clip: {grpo.dual_clip} must be above 1, or 0 to turn it off"
+    if config.sampler.temperature == 0:
+        yield "sampler.temperature: 0 makes all attempts at a task equal, so nothing can be learned; it must be above 0"
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.steps:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} leaves none of the {config.steps} steps to the "
+            f"{optimizer.schedule} schedule"
+        )
+
+
+def _rows(config: RunConfig) -> Iterator[str]:
+    batch, mesh = config.batch, config.mesh
+    shards = mesh.data * mesh.fsdp
+    if batch.micro_batch_rows > 0 and batch.rows_multiple % batch.micro_batch_rows:
+        yield f"batch.micro_batch_rows: {batch.micro_batch_rows} does not divide rows_multiple={batch.rows_multiple}"
+    if shards > 0:
+        for key in ("batch.micro_batch_rows", "sampler.slots"):
+            if get(config, key) % shards:
+                yield f"{key}: {get(config, key)} is not a multiple of mesh.data x mesh.fsdp = {shards}"

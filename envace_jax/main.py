@@ -1,0 +1,179 @@
+"""The training command: reads the configuration, prepares the devices and the work folder, and starts the run.
+
+    python -m envace_jax.main --config=configs/tiny.py [--workdir=FOLDER] [--config.KEY=VALUE ...]
+
+The same command continues a run that was interrupted. It knows no part of the method. Bad input is answered by lines on
+stderr and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import config_dict, config_flags
+
+from envace_jax.config import (
+    ConfigError,
+    RunConfig,
+    UserError,
+    differing_keys,
+    from_config_dict,
+    to_json,
+    unknown_setting,
+)
+from envace_jax.metrics import write_json_atomic
+from envace_jax.sharding import make_mesh
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"  # where train.run keeps them
+TRACEBACK_FILE = "traceback.txt"
+DEFAULT_CACHE = Path("~/.cache/envace_jax/xla")
+PACKAGE = Path(__file__).resolve().parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, or 2 for bad input."""
+    workdir = None
+    try:
+        config, workdir = read_flags(arguments)
+        use_compilation_cache(config.compilation_cache)
+        mesh = prepare_devices(config)
+        claim_workdir(workdir, config)
+        print(f"work folder {workdir}", flush=True)
+
+        from envace_jax import train  # after the checks, so that a typing mistake is answered at once
+
+        train.run(config, mesh, workdir)
+    except (ValueError, OSError) as error:
+        if not is_message(error):
+            raise
+        report(error, workdir)
+        return 2
+    return 0
+
+
+def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
+    """The run's configuration and work folder from a command line. Raises ConfigError saying what is wrong with it."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file(
+        "config", help_string="The run's settings, a file in configs/.", flag_values=values, sys_argv=list(arguments)
+    )
+    flags.DEFINE_string("workdir", "", "Folder of the run's files; by default runs/NAME of the config.", values)
+    if any(argument in ("-h", "-help", "--help") for argument in arguments[1:]):
+        print(f"{__doc__}\n{values.get_help()}")
+        raise SystemExit(0)
+    _check_overrides(arguments)
+    try:
+        rest = values(list(arguments))
+    except flags.Error as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    except (AttributeError, KeyError, TypeError, ValueError, ImportError, SyntaxError) as error:
+        raise ConfigError(f"--config: the file cannot be used: {type(error).__name__}: {error}") from error
+    if len(rest) > 1:
+        raise ConfigError(f"unexpected argument {rest[1]!r}; settings are given as --config.KEY=VALUE")
+    if not values["config"].present:
+        raise ConfigError("--config is missing; try --config=configs/tiny.py")
+    path = config_flags.get_config_filename(values["config"])
+    if not Path(path).is_file():
+        near = ", ".join(sorted(entry.name for entry in Path(path).parent.glob("*.py"))) or "no such file"
+        raise ConfigError(f"--config={path}: no such file; {Path(path).parent} holds {near}")
+    values_given = values["config"].value
+    if not isinstance(values_given, config_dict.ConfigDict):
+        raise ConfigError(f"--config={path}: its get_config() must return a ConfigDict, such as default_config_dict()")
+    return from_config_dict(values_given), Path(values["workdir"].value or Path("runs") / Path(path).stem)
+
+
+def use_compilation_cache(setting: str) -> None:
+    """Keeps compiled programs between runs in the folder `setting`; "" is the default one, "off" keeps none."""
+    if setting == "off":
+        return
+    folder = Path(setting or DEFAULT_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compilation_cache: {folder} cannot be made: {error.strerror}; off keeps none") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def prepare_devices(config: RunConfig) -> Mesh:
+    """The mesh over all devices; says which backend and devices there are. Raises ConfigError when they do not fit."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a backend that was asked for is not there
+        raise UserError(f"no devices: {str(error).splitlines()[0]}") from error
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    print(f"backend {jax.default_backend()}: {len(devices)} device{'s' * (len(devices) > 1)} ({kinds})", flush=True)
+    try:
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    except ValueError as error:
+        raise ConfigError(f"config.mesh: {error}") from error
+    print("mesh " + " ".join(f"{name}={size}" for name, size in mesh.shape.items()), flush=True)
+    return mesh
+
+
+def claim_workdir(workdir: Path, config: RunConfig) -> None:
+    """Makes the work folder and keeps the configuration in it, or checks that the run to continue there has the same.
+
+    Raises ConfigError naming the settings that differ from those the folder's run was started with. A start that never
+    came to a checkpoint (a wrong path, say) binds nobody.
+    """
+    path = workdir / CONFIG_FILE
+    if path.exists() and any(entry.name.isdigit() for entry in (workdir / CHECKPOINTS_FOLDER).glob("*")):
+        try:
+            saved = json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON; choose another --workdir") from error
+        different = differing_keys(saved, config) if isinstance(saved, dict) else [f"{path} is not an object"]
+        if different:
+            start = f"{workdir} holds a run with other settings; set them back or choose another --workdir:"
+            raise ConfigError("\n".join([start, *different]))
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            write_json_atomic(path, to_json(config))
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir}: cannot be written: {error.strerror}") from error
+
+
+def is_message(error: BaseException) -> bool:
+    """Whether an error speaks to the user: it comes from a `raise` in this package, or says which file is missing.
+
+    Anything else (a shape error inside a library, say) is a fault of the program and keeps its traceback.
+    """
+    if isinstance(error, (UserError, FileNotFoundError)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and PACKAGE in Path(frames[-1].filename).parents and (frames[-1].line or "").startswith("raise")
+
+
+def report(error: BaseException, workdir: Path | None) -> None:
+    """Prints the error's lines on stderr; the work folder gets the traceback of one that is not about the settings."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    if workdir is not None and workdir.is_dir() and not isinstance(error, UserError):
+        path = workdir / TRACEBACK_FILE
+        path.write_text("".join(traceback.format_exception(error)))
+        print(f"(where it was raised: {path})", file=sys.stderr)
+
+
+def _check_overrides(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for `--config.KEY=...` with an unknown key; the flags library says less about it."""
+    problems = []
+    for argument in arguments[1:]:
+        name = argument.lstrip("-").split("=")[0].removeprefix("no")
+        if argument.startswith("-") and name.startswith("config."):
+            problems.append(unknown_setting(name.removeprefix("config.")))
+    if any(problems):
+        raise ConfigError("\n".join(problem for problem in problems if problem))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

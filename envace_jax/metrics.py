@@ -1,0 +1,245 @@
+"""What a run tells the world: metrics.jsonl, TensorBoard, samples of trajectories and a progress line.
+
+Values come as plain numbers under names; nothing here knows where they come from, or a device. A resumed run cuts the
+files back to the step it continues from, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+import numpy as np
+
+from envace_jax.progress import Progress
+from envace_jax.types import Trajectory
+
+METRICS_FILE = "metrics.jsonl"
+TRAJECTORIES_FILE = "trajectories.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+EVALUATION = "eval_"  # what names of evaluation results begin with
+
+# The progress line: a text and the metrics in it.
+STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward {:.3f}", ("reward",)),
+    ("solved {:.2f}", ("solved",)),
+    ("fidelity {:.2f}", ("agreement",)),
+    ("|advantage| {:.3f} act {:.3f} rehearse", ("advantage_abs_act", "advantage_abs_rehearse")),
+    ("tokens {:.0f} act {:.0f} rehearse", ("tokens_act", "tokens_rehearse")),
+    ("logprob difference {:.1e} (max {:.1e})", ("logprob_diff", "logprob_diff_max")),
+    ("{:.0f} tokens/s", ("tokens_per_second",)),
+)
+
+
+def json_line(value: Any) -> str:
+    """One line of strict JSON: numpy values become Python's, and NaN or infinity becomes null."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def write_json_atomic(path: Path | str, value: Any) -> None:
+    """Writes indented JSON; a reader sees the whole old file or the whole new one. NaN and infinity become null."""
+    text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    _write_atomic(Path(path), text.encode())
+
+
+def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that was cut off by a kill is left out. A missing file has none.
+
+    Raises ValueError naming the line when any other line is not a JSON object.
+    """
+    path = Path(path)
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    records = (_record(path, number, line, len(lines)) for number, line in enumerate(lines))
+    return [record for record in records if record is not None]
+
+
+class MetricsWriter:
+    """Writes a run's numbers to the files in `workdir`, each line on its way to the disk before the call returns.
+
+    All lines of steps after `resume_step`, the step of the checkpoint that the run continues from, are dropped first;
+    0 is a fresh start and drops the lines of step 0 too. With several processes only the first is `enabled`; the others
+    write and print nothing.
+    """
+
+    def __init__(
+        self, workdir: Path | str, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True
+    ) -> None:
+        self.workdir = Path(workdir)
+        self._files: dict[str, IO[str]] = {}
+        self._board: Any = None
+        self._progress: Progress | None = None
+        self._enabled = enabled
+        if not enabled:
+            return
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, TRAJECTORIES_FILE):
+            drop_lines_after(self.workdir / name, resume_step if resume_step > 0 else -1)
+            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
+        if tensorboard:
+            from tensorboardX import SummaryWriter  # slow to import, and not needed without it
+
+            self._board = SummaryWriter(str(self.workdir / TENSORBOARD_FOLDER), purge_step=resume_step + 1)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:
+        """Begins to show progress: `done` of `total` steps are behind. Without this call nothing is printed."""
+        if self._enabled:
+            self._progress = Progress(total, done, stream)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records and shows numbers of one step. Those of an evaluation have names that begin with `EVALUATION`."""
+        if not self._enabled:
+            return
+        self._append(METRICS_FILE, {"step": step, **values})
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float, np.number)) and math.isfinite(value):
+                    self._board.add_scalar(name, float(value), step)
+            self._board.flush()
+        if self._progress is None:
+            return
+        if all(name.startswith(EVALUATION) for name in values):
+            self._progress.note(f"step {step} evaluation: {evaluation_text(values)}")
+        else:
+            self._progress.step(step, step_text(values))
+
+    def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Appends samples of a step's trajectories: the conversation, how it was judged, and every segment's tokens."""
+        if self._enabled:
+            for trajectory in trajectories:
+                self._append(TRAJECTORIES_FILE, {"step": step, **trajectory_record(trajectory)})
+
+    def curves(self, path: Path | str) -> None:
+        """Draws all steps so far as a PNG."""
+        if self._enabled:
+            from envace_jax.curves import write_curves  # matplotlib is slow to import
+
+            write_curves(self.workdir / METRICS_FILE, path)
+
+    def progress(self, finished: int, total: int, tokens: int) -> None:
+        """Shows how far a rollout is, on a terminal."""
+        if self._progress is not None:
+            self._progress.within(f"{finished}/{total} trajectories, {tokens:,} tokens sampled")
+
+    def close(self) -> None:
+        """Closes the files and ends the progress line."""
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        file = self._files[name]
+        file.write(json_line(record) + "\n")
+        file.flush()
+
+
+def step_text(values: Mapping[str, Any]) -> str:
+    """The numbers of a training step that a person follows, on one line; what is missing is left out."""
+    parts = []
+    for text, names in STEP_LINE:
+        if all(values.get(name) is not None for name in names):
+            parts.append(text.format(*(float(values[name]) for name in names)))
+    return "  ".join(parts)
+
+
+def evaluation_text(values: Mapping[str, Any]) -> str:
+    """An evaluation's numbers on one line."""
+    return "  ".join(f"{name.removeprefix(EVALUATION)} {float(value):.3f}" for name, value in values.items())
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as JSON values. Prompts are given by their length: they follow from the conversation."""
+    return {
+        "task_id": trajectory.task_id,
+        "attempt": trajectory.attempt,
+        "reward": trajectory.reward,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "turns": [dataclasses.asdict(score) for score in trajectory.turn_scores],
+        "messages": list(trajectory.messages),
+        "segments": [
+            {
+                "role": segment.role.name.lower(),
+                "turn": segment.turn,
+                "finish_reason": segment.finish_reason,
+                "policy_version": segment.policy_version,
+                "prompt_length": len(segment.prompt_tokens),
+                "tokens": segment.tokens,
+                "logprobs": np.round(segment.logprobs.astype(np.float64), 4),
+            }
+            for segment in trajectory.segments
+        ],
+    }
+
+
+def drop_lines_after(path: Path | str, step: int) -> None:
+    """Rewrites a JSONL file without the lines of steps above `step`, and without a cut-off last line; atomic.
+
+    Lines that stay are kept byte by byte. Raises ValueError naming the line when one has no integer "step".
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = content.split(b"\n")
+    kept = []
+    for number, line in enumerate(lines):
+        record = _record(path, number, line, len(lines))
+        if record is None:
+            continue
+        if type(record.get("step")) is not int:
+            raise ValueError(f'{path}, line {number + 1}: no integer "step"; the file is not one of this program')
+        if record["step"] <= step:
+            kept.append(line + b"\n")
+    if b"".join(kept) != content:
+        _write_atomic(path, b"".join(kept))
+
+
+def _record(path: Path, number: int, line: bytes, count: int) -> dict[str, Any] | None:
+    """The object on one line of a file split at newlines; None for the last, unfinished or empty, piece."""
+    if number == count - 1:
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number + 1}: not a JSON object")
+    return record
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # numpy and jax arrays and scalars
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write_atomic(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

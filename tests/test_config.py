@@ -1,0 +1,313 @@
+"""Configuration: conversion, its errors, what a resumed run may change, and the command's answers to bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from envace_jax import batching, config, grpo, main, train_step
+from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
+
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
+
+
+def load(name: str) -> typing.Any:
+    """The ConfigDict of a file in configs/, made runnable where the file leaves a path to the user."""
+    values = importlib.import_module(f"configs.{name}").get_config()
+    if not values.data.source:
+        values.data.source = "tasks.jsonl"
+    return values
+
+
+def problems_of(**changes: typing.Any) -> str:
+    """The error text for the tiny config with dotted settings changed, dots written as two underscores."""
+    values = load("tiny")
+    for key, value in changes.items():
+        values.update_from_flattened_dict({key.replace("__", "."): value})
+    with pytest.raises(ConfigError) as caught:
+        from_config_dict(values)
+    return str(caught.value)
+
+
+def test_all_config_files_are_there_and_valid() -> None:
+    assert CONFIGS == ["qwen3_0p6b", "qwen3_1p7b", "qwen3_4b", "qwen3_8b", "tiny"]
+    for name in CONFIGS:
+        from_config_dict(load(name))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_file_opens_with_command_source_and_cost(name: str) -> None:
+    text = (REPOSITORY / "configs" / f"{name}.py").read_text().split('"""')[1]
+    assert f"--config=configs/{name}.py" in text
+    assert "Source:" in text and "Cost:" in text
+
+
+def test_the_8b_config_has_the_authors_settings() -> None:
+    run = from_config_dict(load("qwen3_8b"))
+    assert run.model.path == "Qwen/Qwen3-8B"
+    assert (run.steps, run.data.tasks_per_step, run.data.attempts) == (470, 16, 4)
+    assert (run.prompts.max_act_prompt, run.prompts.max_rehearse_prompt) == (12_000, 12_000)
+    assert (run.limits.act_response, run.limits.rehearse_response, run.limits.act_context) == (8_000, 8_000, 20_000)
+    assert dataclasses.astuple(run.limits)[:4] == (30, 30, 20, 200)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.clip_norm) == (1e-6, 0.01, 1.0)
+    assert (run.optimizer.schedule, run.optimizer.warmup_steps) == ("constant", 0)
+    assert (run.grpo.clip_low, run.grpo.clip_high, run.grpo.dual_clip, run.grpo.kl_coef) == (0.2, 0.2, 3.0, 0.0)
+    assert (run.grpo.baseline, run.grpo.scale, run.grpo.singleton) == ("segment_mean", "none", "raw")
+    assert (run.sampler.temperature, run.sampler.top_p) == (1.0, 1.0)
+    assert (run.evaluation.temperature, run.evaluation.top_p) == (0.6, 0.95)
+    smaller = from_config_dict(load("qwen3_4b")).limits
+    assert (smaller.act_response, smaller.act_context) == (6_000, 16_000)
+
+
+def test_library_defaults_are_the_authors_choice() -> None:
+    run = RunConfig()
+    assert (run.grpo.baseline, run.grpo.scale, run.grpo.singleton) == ("segment_mean", "none", "raw")
+    assert run.optimizer == from_config_dict(load("qwen3_8b")).optimizer
+
+
+def test_a_config_without_data_says_what_to_give() -> None:
+    values = importlib.import_module("configs.qwen3_8b").get_config()
+    with pytest.raises(ConfigError, match=r"data\.source: empty; .*--config\.data\.source=PATH"):
+        from_config_dict(values)
+
+
+def test_defaults_round_trip_through_config_dict_and_json() -> None:
+    values = load("tiny")
+    run = from_config_dict(values)
+    assert from_config_dict(to_json(run)) == run
+    assert from_config_dict(json.loads(json.dumps(to_json(run)))) == run
+    assert hash(run) == hash(from_config_dict(load("tiny")))
+
+
+def test_int_for_float_and_list_for_tuple_are_taken() -> None:
+    values = to_json(from_config_dict(load("tiny")))
+    values["optimizer"]["learning_rate"] = 1
+    values["sampler"]["prefill_rows"] = [2, 4]
+    run = from_config_dict(values)
+    assert run.optimizer.learning_rate == 1.0 and isinstance(run.optimizer.learning_rate, float)
+    assert run.sampler.prefill_rows == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "expected"),
+    [
+        ("steps", None, True, "steps: expected int, got True"),
+        ("steps", None, 1.0, "steps: expected int, got 1.0"),
+        ("model", "path", 3, "model.path: expected str, got 3"),
+        ("prompts", "thinking", 1, "prompts.thinking: expected bool, got 1"),
+        ("optimizer", "b1", True, "optimizer.b1: expected a finite number, got True"),
+        ("optimizer", "eps", float("nan"), "optimizer.eps: expected a finite number, got nan"),
+        ("sampler", "prefill_rows", [1, "a"], "sampler.prefill_rows: expected a list of int, got [1, 'a']"),
+        ("sampler", "prefill_rows", 4, "sampler.prefill_rows: expected a list of int, got 4"),
+        ("grpo", None, 3, "grpo: expected a group of settings, got 3"),
+        ("grpo", "scale", "sdt", "grpo.scale: expected one of none, std, got 'sdt'"),
+        ("model", "unroll", "yes", "model.unroll: expected bool | None, got 'yes'"),
+    ],
+)
+def test_wrong_types_are_errors(group: str, key: str | None, value: object, expected: str) -> None:
+    values = to_json(from_config_dict(load("tiny")))
+    if key is None:
+        values[group] = value
+    else:
+        values[group][key] = value
+    with pytest.raises(ConfigError) as caught:
+        from_config_dict(values)
+    assert str(caught.value) == expected
+
+
+def test_unknown_keys_are_all_named_with_the_closest_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_config_dict({"grpo": {"basline": "x"}, "seeds": 1, "optimizer": {"lr": 1.0}, "learning_rate": 1.0})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "grpo.basline: unknown setting; the closest known: grpo.baseline"
+    assert lines[1] == "seeds: unknown setting; the closest known: seed, steps"
+    assert lines[2].startswith("optimizer.lr: unknown setting; known there: optimizer.learning_rate, ")
+    assert lines[3] == "learning_rate: unknown setting; the closest known: optimizer.learning_rate"
+
+
+def test_config_files_cannot_assign_unknown_keys() -> None:
+    values = default_config_dict()
+    with pytest.raises(AttributeError, match="lr"):
+        values.optimizer.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sampler__slots": 0}, "sampler.slots: 0 is too small; it must be at least 1"),
+        ({"batch__row_length": 511}, "batch.row_length: 511 is below the longest possible sequence, 512 tokens"),
+        ({"limits__act_context": 513}, "sampler.max_length: 512 is below limits.act_context=513"),
+        ({"limits__rehearse_response": 97}, "prompts.max_rehearse_prompt + limits.rehearse_response = 416 + 97"),
+        ({"prompts__max_act_prompt": 500}, "prompts.max_act_prompt + limits.act_response = 500 + 96"),
+        ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),
+        ({"grpo__dual_clip": 0.5}, "grpo.dual_clip: 0.5 must be above 1, or 0 to turn it off"),
+        ({"grpo__clip_low": 1.0}, "grpo.clip_low: 1.0 must be below 1"),
+        ({"data__attempts": 1, "grpo__singleton": "zero"}, "data.attempts: a group of 1 gives no signal"),
+        ({"sampler__top_p": 0.0}, "sampler.top_p: 0.0 must be greater than 0 and at most 1"),
+        ({"evaluation__top_p": 1.1}, "evaluation.top_p: 1.1 must be greater than 0 and at most 1"),
+        ({"sampler__temperature": 0.0}, "sampler.temperature: 0 makes all attempts at a task equal"),
+        ({"batch__micro_batch_rows": 5}, "batch.micro_batch_rows: 5 does not divide rows_multiple=16"),
+        ({"mesh__fsdp": 3}, "sampler.slots: 64 is not a multiple of mesh.data x mesh.fsdp = 3"),
+        ({"sampler__cache_lengths": (256,)}, "sampler.cache_lengths: the last one, 256, is below sampler.max_length"),
+        ({"sampler__prefill_rows": (4, 2)}, "sampler.prefill_rows: [4, 2] must be a list of increasing sizes"),
+        ({"optimizer__b2": 1.0}, "optimizer.b2: 1.0 must be at least 0 and less than 1"),
+        ({"optimizer__clip_norm": 0.0}, "optimizer.clip_norm: 0.0 must be greater than 0"),
+        (
+            {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 80, "steps": 80},
+            "optimizer.warmup_steps: 80 leaves none of the 80 steps to the cosine schedule",
+        ),
+        ({"data__source": "tasks.jsonl"}, "evaluation.heldout_tasks: needs executable tasks"),
+        ({"data__count": 0}, "data.count: the tiny world generates its tasks"),
+        ({"data__split": "heldout"}, "data.split: training on the held-out tasks leaves nothing to evaluate on"),
+        ({"model__path": ""}, "model.path: empty; give a checkpoint folder, a hub id"),
+    ],
+)
+def test_impossible_settings_are_errors(changes: dict[str, typing.Any], expected: str) -> None:
+    pinned = {"batch__row_length": 512, "batch__rows_multiple": 16, "batch__micro_batch_rows": 16}
+    pinned |= {"sampler__slots": 64, "sampler__max_length": 512, "sampler__cache_lengths": (256, 512)}
+    pinned |= {"prompts__max_act_prompt": 320, "prompts__max_rehearse_prompt": 416, "limits__act_context": 512}
+    pinned |= {"limits__act_response": 96, "limits__rehearse_response": 96}
+    assert expected in problems_of(**(pinned | changes))
+
+
+def test_choices_are_those_of_the_modules_that_use_them() -> None:
+    hints = typing.get_type_hints(config.GrpoConfig)
+    for key, known in (("baseline", grpo.BASELINES), ("scale", grpo.SCALES), ("denominator", grpo.DENOMINATORS)):
+        assert set(typing.get_args(hints[key])) == set(known)
+    assert set(typing.get_args(hints["old_logprobs"])) == set(train_step.OLD_LOGPROBS)
+    assert set(typing.get_args(typing.get_type_hints(config.OptimizerConfig)["schedule"])) == set(train_step.SCHEDULES)
+    assert set(typing.get_args(typing.get_type_hints(config.BatchConfig)["layout"])) == set(batching.LAYOUTS)
+
+
+def test_asset_paths() -> None:
+    assert config.model_path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    with pytest.raises(ConfigError, match="no such asset"):
+        config.model_path("asset:nothing_of_that_name")
+
+
+# --- what a resumed run may change ---
+
+
+def changed(run: RunConfig, group: str, **values: object) -> RunConfig:
+    return dataclasses.replace(run, **{group: dataclasses.replace(getattr(run, group), **values)})
+
+
+def test_differing_keys_are_named_and_free_ones_are_not() -> None:
+    run = from_config_dict(load("tiny"))
+    saved = to_json(run)
+    assert differing_keys(saved, run) == []
+    free = changed(changed(run, "logging", tensorboard=False), "evaluation", heldout_tasks=1)
+    free = dataclasses.replace(changed(free, "checkpoint", keep=9), steps=run.steps + 1, compilation_cache="off")
+    assert differing_keys(saved, free) == []
+    other = dataclasses.replace(changed(run, "optimizer", learning_rate=0.5), seed=run.seed + 1)
+    assert differing_keys(saved, other) == [
+        f"optimizer.learning_rate: {run.optimizer.learning_rate!r} -> 0.5",
+        f"seed: {run.seed} -> {run.seed + 1}",
+    ]
+    del saved["grpo"]["scale"]
+    assert differing_keys(saved, run) == ["grpo.scale: 'absent' -> 'none'"]
+
+
+def test_steps_are_fixed_when_the_schedule_is_stretched_over_them() -> None:
+    run = changed(from_config_dict(load("tiny")), "optimizer", schedule="cosine")
+    longer = dataclasses.replace(run, steps=run.steps + 1)
+    assert differing_keys(to_json(run), longer) == [f"steps: {run.steps} -> {run.steps + 1}"]
+
+
+def test_workdir_is_claimed_once(tmp_path: Path) -> None:
+    run = from_config_dict(load("tiny"))
+    main.claim_workdir(tmp_path / "run", run)
+    main.claim_workdir(tmp_path / "run", dataclasses.replace(run, seed=5))  # nothing to continue yet
+    main.claim_workdir(tmp_path / "run", run)
+    (tmp_path / "run" / "checkpoints" / "20").mkdir(parents=True)
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=f"holds a run with other settings.*\nseed: {run.seed} -> 7"):
+        main.claim_workdir(tmp_path / "run", dataclasses.replace(run, seed=7))
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    main.claim_workdir(tmp_path / "run", dataclasses.replace(run, steps=run.steps + 5))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == run.steps + 5
+
+
+# --- the command line ---
+
+
+def command_line(*arguments: str) -> tuple[RunConfig, Path]:
+    return main.read_flags(["main", *arguments])
+
+
+def test_overrides_and_default_workdir(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    run, workdir = command_line(
+        "--config=configs/tiny.py",
+        "--config.optimizer.learning_rate=1",
+        "--config.model.unroll=False",
+        "--config.sampler.prefill_rows=(4, 8)",
+        "--noconfig.logging.tensorboard",
+    )
+    assert run.optimizer.learning_rate == 1.0 and run.model.unroll is False and not run.logging.tensorboard
+    assert run.sampler.prefill_rows == (4, 8)
+    assert workdir == Path("runs/tiny")
+    assert command_line("--config=configs/tiny.py", "--workdir=elsewhere")[1] == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "--config is missing; try --config=configs/tiny.py"),
+        (("--config=configs/tiny.py", "--config.optimizer.lr=1"), "optimizer.lr: unknown setting; known there"),
+        (
+            ("--config=configs/tiny.py", "--config.optimizr.b1=1"),
+            "optimizr.b1: unknown setting; the closest known: opt",
+        ),
+        (("--config=configs/tiny.py", "--config.steps=ten"), "--config.steps=ten: invalid literal for int()"),
+        (("--config=configs/tiny.py", "--config.data.attempts=0"), "data.attempts: 0 is too small"),
+        (("--config=configs/tiny.py", "--wrkdir=x"), "Did you mean: workdir"),
+        (("--config=configs/tiny.py", "more"), "unexpected argument 'more'"),
+        (("--config=configs/tinny.py",), "--config=configs/tinny.py: no such file; configs holds qwen3_0p6b.py"),
+        (("--config=configs",), "--config=configs: no such file"),
+    ],
+)
+def test_bad_command_lines(arguments: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ConfigError) as caught:
+        command_line(*arguments)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["x = 1\n", "def get_config(:\n", "def get_config():\n    return 3\n"])
+def test_unusable_config_files(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.endswith("config_config")
+    ]:  # a config read before, under one name
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "broken.py").write_text(content)
+    with pytest.raises(ConfigError, match="--config"):
+        command_line(f"--config={tmp_path / 'broken.py'}")
+
+
+def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "envace_jax.main", "--config=configs/tiny.py", "--config.grpo.scales=std"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: grpo.scales: unknown setting; the closest known: grpo.scale\n"
+
+
+def test_which_errors_are_messages() -> None:
+    def raised(function: typing.Callable[[], object]) -> BaseException:
+        with pytest.raises(Exception) as caught:
+            function()
+        return caught.value
+
+    assert main.is_message(raised(lambda: config.model_path("asset:nothing")))
+    assert main.is_message(raised(lambda: open("/nothing/of/that/name")))
+    assert main.is_message(raised(lambda: grpo.check_name("scale", "sdt", grpo.SCALES)))  # a plain ValueError of ours
+    assert not main.is_message(raised(lambda: int("x")))
+    assert not main.is_message(raised(lambda: json.loads("{")))
