@@ -1,0 +1,196 @@
+"""Measures a policy: success in the executable environment, and how faithfully it rehearses that environment.
+
+Success is strict: the whole checklist holds and the environment ends in the state that the reference calls lead to.
+Knows tasks, a sampler and parameters; nothing of training. Fidelity never runs an environment: it compares
+with the recorded results of the reference calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from envace_jax import roles
+from envace_jax.envs import make_environment
+from envace_jax.episode import Limits
+from envace_jax.responders import Real
+from envace_jax.rollout import rollout
+from envace_jax.sampling import Sample, Sampler, SampleRequest
+from envace_jax.types import Json, Message, Params, Task, ToolCall, Trajectory
+
+FULL_REWARD = 1.0 - 1e-6
+# Evaluations draw from streams of random numbers that no training step uses.
+SUCCESS_STREAM, FIDELITY_STREAM = -1, -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Success:
+    """One evaluation. `per_task` is the share of solved attempts of each task, f64[tasks]; nan where all failed."""
+
+    rate: float  # mean over tasks
+    reward: float  # mean reward over attempts
+    per_task: np.ndarray
+    reasons: Mapping[str, int]  # why attempts ended
+    trajectories: tuple[Trajectory, ...]
+
+
+def success(
+    sampler: Sampler,
+    params: Params,
+    tasks: Sequence[Task],
+    *,
+    reward: Any,
+    prompts: roles.Prompts,
+    limits: Limits,
+    samples: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Success:
+    """Attempts every task `samples` times in its executable environment (temperature 0 is greedy).
+
+    Raises ValueError for a task that has no executable environment.
+    """
+    goals = [reference_state(task) for task in tasks]
+    responder = Real(make_environment)
+    trajectories = rollout(
+        sampler, params, tasks, attempts=samples, responder=responder, reward=reward, prompts=prompts, limits=limits,
+        seed=seed, step=SUCCESS_STREAM, temperature=temperature, top_p=top_p, progress=progress,
+    )  # fmt: skip
+    solved = np.full(len(trajectories), np.nan)  # stays nan where something outside failed: that is no failure to solve
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.status == "ok":
+            solved[index] = is_solved(trajectory, responder.final_state(index), goals[index // samples])
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.status == "ok"]
+    per_task = _mean_of_known(solved.reshape(len(tasks), samples))
+    responder.close()
+    return Success(
+        rate=float(np.nanmean(per_task)) if np.isfinite(per_task).any() else float("nan"),
+        reward=float(np.mean(rewards)) if rewards else float("nan"),
+        per_task=per_task,
+        reasons=dict(collections.Counter(end_reason(trajectory) for trajectory in trajectories)),
+        trajectories=tuple(trajectories),
+    )
+
+
+def is_solved(trajectory: Trajectory, state: Json, goal: Json) -> bool:
+    """Whether an attempt met its whole checklist and left the environment as the reference calls leave it."""
+    return trajectory.status == "ok" and trajectory.reward >= FULL_REWARD and state == goal
+
+
+def end_reason(trajectory: Trajectory) -> str:
+    """Why it ended, as one word; a fault's message is left out."""
+    return trajectory.reason.split(":")[0]
+
+
+def reference_state(task: Task) -> Json:
+    """The environment's state after the task's reference calls."""
+    if task.environment is None:
+        raise ValueError(f"task {task.task_id!r} has no executable environment, so its success cannot be measured")
+    environment = make_environment(task.environment)
+    for call, _ in task.reference:
+        environment.call(call.name, call.arguments)
+    return environment.state()
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearsedCall:
+    """A reference call in its place: the conversation before it, the act message that makes it, and its result."""
+
+    task: Task
+    messages: tuple[Message, ...]
+    act_text: str
+    call: ToolCall
+    result: str
+
+
+def calls_of(task: Task, conversation: Sequence[Message], prompts: roles.Prompts) -> list[RehearsedCall]:
+    """The reference calls of a reference conversation (user, assistant and tool messages in order)."""
+    found = []
+    results = iter(result for _, result in task.reference)
+    for index, message in enumerate(conversation):
+        calls = roles.message_calls(message) if message["role"] == "assistant" else []
+        body = prompts.chat.assistant(message.get("content") or "", calls=calls) if calls else []
+        for call in calls:
+            text = prompts.chat.decode(body[:-1])  # as in a rollout, without the id that ended the message
+            found.append(RehearsedCall(task, tuple(conversation[:index]), text, call, next(results)))
+    return found
+
+
+def fidelity(
+    sampler: Sampler,
+    params: Params,
+    calls: Sequence[RehearsedCall],
+    *,
+    prompts: roles.Prompts,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    reference_examples: bool,
+) -> float:
+    """Share of calls whose rehearsed result equals the recorded one as JSON, with or without examples in the prompt."""
+    requests = []
+    for index, item in enumerate(calls):
+        prompt = roles.rehearse_prompt(
+            prompts, item.task, item.messages, item.act_text, item.call,
+            reference=item.task.reference if reference_examples else (),
+        )  # fmt: skip
+        key = (seed & 0x7FFFFFFF, FIDELITY_STREAM, zlib.crc32(item.task.task_id.encode()) & 0x7FFFFFFF, 0, index)
+        requests.append(SampleRequest(index, prompt, max_tokens, key, temperature, 1.0))
+    matches = 0
+    for sample in generate(sampler, params, requests):
+        text, ok = roles.parse_rehearsal(prompts.chat.decode(sample.tokens.tolist()))
+        matches += ok and json.loads(text) == json.loads(calls[sample.request_id].result)
+    return matches / len(calls) if calls else float("nan")
+
+
+def agreement(trajectories: Iterable[Trajectory], tasks: Mapping[str, Task]) -> float:
+    """Share of rehearsed results that equal a reference result, among the calls that the task's reference makes too.
+
+    A measure of fidelity that costs nothing during training: it needs no environment.
+    """
+    equal = total = 0
+    for trajectory in trajectories:
+        known: dict[str, list[Json]] = collections.defaultdict(list)
+        for call, result in tasks[trajectory.task_id].reference:
+            known[_call_key(call)].append(json.loads(result))
+        waiting: list[ToolCall] = []
+        for message in trajectory.messages:
+            if message["role"] == "assistant":
+                waiting = roles.message_calls(message)
+            elif message["role"] == "tool" and waiting:
+                results = known.get(_call_key(waiting.pop(0)))
+                if results:
+                    total += 1
+                    equal += json.loads(message["content"]) in results
+    return equal / total if total else float("nan")
+
+
+def generate(sampler: Sampler, params: Params, requests: Sequence[SampleRequest]) -> list[Sample]:
+    """Samples every request, a slot each as slots become free."""
+    sampler.reset()
+    waiting = list(reversed(requests))
+    done: list[Sample] = []
+    while len(done) < len(requests):
+        batch = [waiting.pop() for _ in range(min(sampler.free(), len(waiting)))]
+        if batch:
+            sampler.submit(batch)
+        done += sampler.step(params)
+    return done
+
+
+def _call_key(call: ToolCall) -> str:
+    return json.dumps([call.name, dict(call.arguments)], sort_keys=True)
+
+
+def _mean_of_known(values: np.ndarray) -> np.ndarray:
+    known = np.isfinite(values)
+    counts = known.sum(axis=1)
+    return np.where(counts > 0, np.where(known, values, 0.0).sum(axis=1) / np.maximum(counts, 1), np.nan)

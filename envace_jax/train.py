@@ -1,0 +1,326 @@
+"""The training run: a straight loop of rollout, score, advantages, batch, step; then log, evaluate and save.
+
+`run` is the whole of it and restarts where its newest checkpoint left off. Everything that an iteration computes is a
+function of the configuration, the step number and the parameters, so that a resumed run repeats an unbroken one bit by
+bit. It knows every other module; no module knows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from envace_jax import config as configuration
+from envace_jax import envs, evaluate, sharding
+from envace_jax.batching import deal_rows, make_batch
+from envace_jax.buckets import Buckets
+from envace_jax.chat import load_tokenizer
+from envace_jax.checkpoint import Checkpoints
+from envace_jax.config import RunConfig
+from envace_jax.data import TaskStream, read_tasks
+from envace_jax.envs import tiny
+from envace_jax.episode import Limits
+from envace_jax.grpo import role_advantages
+from envace_jax.metrics import MetricsWriter, write_json_atomic
+from envace_jax.models import hf, qwen
+from envace_jax.responders import Real, Rehearsed
+from envace_jax.rewards.checklist import ChecklistReward
+from envace_jax.roles import Prompts
+from envace_jax.rollout import rollout
+from envace_jax.sampling import Sampler
+from envace_jax.train_step import (
+    TrainStepConfig,
+    init_train_state,
+    make_optimizer,
+    make_schedule,
+    make_score_step,
+    make_train_step,
+)
+from envace_jax.types import Params, Policy, Task, TrainState, Trajectory
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that stays the same during a run."""
+
+    config: RunConfig
+    mesh: Mesh
+    policy: Policy
+    model: qwen.QwenConfig
+    folder: Path  # where the model came from
+    param_shardings: Any
+    prompts: Prompts
+    limits: Limits
+    sampler: Sampler
+    responder: Rehearsed | Real
+    reward: ChecklistReward
+    stream: TaskStream
+    heldout: tuple[Task, ...]
+    unseen: tuple[Task, ...]
+    train_step: Any
+    score_step: Any
+    reference: Params | None  # parameters of the reference policy, only where the loss has a KL term
+    to_decode: Any  # parameters as the sampler wants them
+
+
+def run(config: RunConfig, mesh: Mesh, workdir: Path) -> dict[str, Any]:
+    """Trains to `config.steps` and returns what `summary.json` holds. A restart with the same workdir continues."""
+    began = time.time()
+    setup, state = build(config, mesh)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    state, progress = _restore(checkpoints, state)
+    earlier_seconds = progress["seconds"]
+    first = progress["step"]
+    with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=first) as writer:
+        writer.start(total=config.steps, done=first)
+        if first == 0:
+            progress["evaluations"].append(_evaluate(setup, state.params, 0, writer))
+        for step in range(first, config.steps):
+            started, executed = time.time(), envs.execution_count()
+            state, metrics, trajectories = iterate(setup, state, step, writer)
+            done, seconds = step + 1, time.time() - started
+            metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+            writer.write(done, metrics)
+            writer.write_trajectories(done, trajectories[: config.logging.trajectories_per_step])
+            progress["env_calls"] += envs.execution_count() - executed
+            if _due(done, config.evaluation.every, config.steps):
+                progress["evaluations"].append(_evaluate(setup, state.params, done, writer))
+            progress |= {
+                "step": done,
+                "policy_version": done,
+                "tasks_seen": done * config.data.tasks_per_step,
+                "seconds": earlier_seconds + time.time() - began,
+            }
+            if _due(done, config.checkpoint.every, config.steps):
+                checkpoints.save(done, state, progress | {"config": configuration.to_json(config)})
+        checkpoints.close()
+        hf.save(workdir / "model", setup.model, state.params, tokenizer_dir=setup.folder)
+        writer.curves(workdir / "curves.png")
+        summary = summarise(config, progress)
+        write_json_atomic(workdir / "summary.json", summary)
+    return summary
+
+
+# --- one iteration ---
+
+
+def iterate(
+    setup: Setup, state: TrainState, step: int, writer: MetricsWriter | None = None
+) -> tuple[TrainState, Metrics, list[Trajectory]]:
+    """One step of role-wise GRPO from data to updated parameters."""
+    config = setup.config
+    tasks = setup.stream.batch_at(step)
+    params = setup.to_decode(state.params)
+    trajectories = rollout(
+        setup.sampler, params, tasks, attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
+        prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
+        temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
+        group_offset=step * len(tasks), progress=writer.progress if writer else None,
+    )  # fmt: skip
+    sampled = time.time()
+    grpo = config.grpo
+    advantages, advantage_stats = role_advantages(
+        trajectories, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
+    )
+    batch, batch_stats = make_batch(
+        trajectories, advantages, layout=config.batch.layout, row_length=config.batch.row_length,
+        rows_multiple=config.batch.rows_multiple, pad_id=setup.prompts.chat.pad_id,
+    )  # fmt: skip
+    batch = deal_rows(batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES))
+    device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
+    with jax.transfer_guard("disallow"):
+        reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
+        state, stats = setup.train_step(state, device_batch, reference)
+    metrics = {name: float(value) for name, value in jax.device_get(stats).items()}
+    metrics |= advantage_stats | {f"batch_{name}": value for name, value in batch_stats.items()}
+    metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}
+    return state, metrics, trajectories
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Metrics:
+    """What a step's trajectories say of the policy; masked ones count only as masked."""
+    scored = [trajectory for trajectory in trajectories if trajectory.status == "ok"]
+    rewards = [trajectory.reward for trajectory in scored]
+    by_id = {task.task_id: task for task in tasks}
+    metrics = {
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
+        "solved": float(np.mean([reward >= evaluate.FULL_REWARD for reward in rewards])) if rewards else float("nan"),
+        "masked": float(len(trajectories) - len(scored)),
+        "segments": float(sum(len(trajectory.segments) for trajectory in trajectories)),
+        "sampled_tokens": float(sum(len(s.tokens) for trajectory in trajectories for s in trajectory.segments)),
+        "agreement": evaluate.agreement(scored, by_id),
+    }
+    for trajectory in trajectories:
+        name = f"ended_{evaluate.end_reason(trajectory)}"
+        metrics[name] = metrics.get(name, 0.0) + 1.0
+    return metrics
+
+
+# --- setting up ---
+
+
+def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
+    """Loads model, tokenizer and tasks, and makes the compiled steps."""
+    folder = hf.resolve(configuration.model_path(config.model.path))
+    chat = load_tokenizer(folder)
+    model, params = hf.load(folder, mesh, dtype=config.model.param_dtype)
+    policy = qwen.make_policy(
+        model, mesh=mesh, compute_dtype=config.model.compute_dtype, unroll=config.model.unroll, remat=config.model.remat
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    optimizer = _optimizer(config)
+    step_config = _step_config(config, chat.vocab_size)
+    tasks, heldout, unseen = _tasks(config)
+    prompts, limits = _prompts(config, chat), _limits(config)
+    setup = Setup(
+        config=config, mesh=mesh, policy=policy, model=model, folder=folder, param_shardings=shardings,
+        prompts=prompts, limits=limits,
+        sampler=_sampler(config, policy, chat, mesh),
+        responder=Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment),
+        reward=ChecklistReward(),
+        stream=TaskStream(tasks, config.data.tasks_per_step, config.data.seed),
+        heldout=heldout, unseen=unseen,
+        train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
+        score_step=make_score_step(policy, step_config, mesh),
+        reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
+        to_decode=_decode_cast(config),
+    )  # fmt: skip
+    return setup, init_train_state(params, optimizer, mesh, shardings)
+
+
+def _optimizer(config: RunConfig) -> Any:
+    chosen = config.optimizer
+    schedule = make_schedule(
+        chosen.learning_rate, schedule=chosen.schedule, warmup_steps=chosen.warmup_steps, total_steps=config.steps
+    )
+    return make_optimizer(
+        schedule,
+        weight_decay=chosen.weight_decay,
+        b1=chosen.b1,
+        b2=chosen.b2,
+        eps=chosen.eps,
+        clip_norm=chosen.clip_norm,
+    )
+
+
+def _step_config(config: RunConfig, vocabulary: int) -> TrainStepConfig:
+    grpo = config.grpo
+    return TrainStepConfig(
+        vocab_limit=vocabulary, temperature=config.sampler.temperature,
+        micro_batch_rows=config.batch.micro_batch_rows, logprob_chunk=config.batch.logprob_chunk,
+        old_logprobs=grpo.old_logprobs, clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip,
+        kl_coef=grpo.kl_coef, denominator=grpo.denominator,
+    )  # fmt: skip
+
+
+def _sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sampler:
+    chosen = config.sampler
+    return Sampler(
+        policy, slots=chosen.slots, max_length=chosen.max_length,
+        buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
+        vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
+        decode_chunk=chosen.decode_chunk,
+    )  # fmt: skip
+
+
+def _prompts(config: RunConfig, chat: Any) -> Prompts:
+    chosen = config.prompts
+    return Prompts(
+        chat, style=chosen.style, thinking=chosen.thinking, max_act_prompt=chosen.max_act_prompt,
+        max_rehearse_prompt=chosen.max_rehearse_prompt, reference_examples=chosen.reference_examples,
+    )  # fmt: skip
+
+
+def _limits(config: RunConfig) -> Limits:
+    return Limits(**dataclasses.asdict(config.limits))
+
+
+def _tasks(config: RunConfig) -> tuple[list[Task], tuple[Task, ...], tuple[Task, ...]]:
+    """Training tasks, held-out tasks, and tasks of the domain that training never sees."""
+    data, wanted = config.data, config.evaluation
+    if data.source != "tiny":
+        tasks = read_tasks(Path(data.source))
+        return (tasks[: data.count] if data.count else tasks), (), ()
+    return (
+        tiny.tasks(data.split, data.count, data.seed),
+        tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
+        tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
+    )
+
+
+def _decode_cast(config: RunConfig) -> Any:
+    """Casts once per step what the sampler would otherwise cast once per token."""
+    if config.model.compute_dtype == config.model.param_dtype:
+        return lambda params: params
+    dtype = jnp.dtype(config.model.compute_dtype)
+    return jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+
+
+# --- evaluation, checkpoints, summary ---
+
+
+def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) -> dict[str, Any]:
+    """All evaluations of the configuration at one step, as plain numbers; they are written to the metrics too."""
+    config, wanted = setup.config, setup.config.evaluation
+    params = setup.to_decode(params)
+    started = time.time()
+    values: Metrics = {}
+    for name, tasks in (("real_success", setup.heldout), ("unseen_domain", setup.unseen)):
+        for suffix, samples, temperature in (("", wanted.samples, wanted.temperature), ("_greedy", 1, 0.0)):
+            if not tasks or (suffix and not wanted.greedy):
+                continue
+            result = evaluate.success(
+                setup.sampler, params, tasks, reward=setup.reward, prompts=setup.prompts, limits=setup.limits,
+                samples=samples, temperature=temperature, top_p=wanted.top_p if temperature else 1.0,
+                seed=config.seed, progress=writer.progress,
+            )  # fmt: skip
+            values[name + suffix] = result.rate
+    calls = [call for task in setup.heldout for call in evaluate.calls_of(task, tiny.conversation(task), setup.prompts)]
+    calls = calls[: wanted.fidelity_calls]
+    for name, examples in (("fidelity", True), ("fidelity_without_examples", False)):
+        if calls:
+            values[name] = evaluate.fidelity(
+                setup.sampler, params, calls, prompts=setup.prompts, max_tokens=config.limits.rehearse_response,
+                temperature=wanted.temperature, seed=config.seed, reference_examples=examples,
+            )  # fmt: skip
+    if values:
+        writer.write(step, {f"eval_{name}": value for name, value in values.items()})
+    # Checkpoints keep this as plain JSON, which has no nan.
+    known = {name: value if np.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, "seconds": time.time() - started, "values": known}
+
+
+def _restore(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """The newest checkpoint's state and progress, or the fresh ones. Keys and the data cursor follow from the step."""
+    found = checkpoints.restore_latest(state)
+    if found is not None:
+        return found
+    return state, {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
+
+
+def _due(done: int, every: int, last: int) -> bool:
+    return done == last or (every > 0 and done % every == 0)
+
+
+def summarise(config: RunConfig, progress: dict[str, Any]) -> dict[str, Any]:
+    """The run in a few numbers: each evaluation before and after training, and what training cost."""
+    first, last = progress["evaluations"][0]["values"], progress["evaluations"][-1]["values"]
+    summary: dict[str, Any] = {}
+    for name in first:
+        summary[f"{name}_before"], summary[f"{name}_after"] = first[name], last.get(name)
+    return summary | {
+        "real_env_calls_in_training": progress["env_calls"],
+        "steps": config.steps,
+        "seed": config.seed,
+        "seconds": progress["seconds"],
+    }

@@ -1,0 +1,177 @@
+"""The run as a whole, on the shipped tiny base: sampler equals trainer, resumed and killed runs equal unbroken ones."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from envace_jax import config as configuration
+from envace_jax import envs, evaluate, train
+from envace_jax.config import RunConfig
+from envace_jax.envs import tiny
+from envace_jax.metrics import read_json_lines
+from envace_jax.responders import Real
+from envace_jax.sharding import make_mesh
+from envace_jax.types import Role
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {
+    "data.count": 40, "data.tasks_per_step": 2, "data.attempts": 4, "sampler.slots": 8, "sampler.prefill_rows": (8,),
+    "sampler.prefill_lengths": (64, 256), "sampler.cache_lengths": (512,), "batch.rows_multiple": 4,
+    "batch.micro_batch_rows": 4, "evaluation.heldout_tasks": 4, "evaluation.samples": 1, "evaluation.unseen_tasks": 2,
+    "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False, "steps": 3,
+}  # fmt: skip
+TIMES = ("seconds", "train_seconds", "tokens_per_second", "time")
+
+
+def tiny_config(**changes) -> RunConfig:
+    """configs/tiny.py, smaller still."""
+    import runpy
+
+    values = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
+    values.update_from_flattened_dict({**SETTINGS, **changes})
+    return configuration.from_config_dict(values)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh()
+
+
+def model_bytes(workdir: Path) -> bytes:
+    return (workdir / "model" / "model.safetensors").read_bytes()
+
+
+def untimed(workdir: Path) -> list[dict]:
+    lines = read_json_lines(workdir / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def test_at_learning_rate_zero_every_ratio_is_one_and_nothing_moves(mesh):
+    """Invariant 2: sampler and trainer are the same function, over several turns, kept caches and packed rows."""
+    config = tiny_config(**{"optimizer.learning_rate": 0.0, "grpo.old_logprobs": "sampler"})
+    setup, state = train.build(config, mesh)
+    before = jax.device_get(state.params)
+    for step in range(2):
+        state, metrics, trajectories = train.iterate(setup, state, step)
+        assert {segment.role for t in trajectories for segment in t.segments} == {Role.ACT, Role.REHEARSE}
+        assert metrics["ratio_deviation_max"] < 1e-5
+        assert metrics["logprob_diff_max"] < 1e-5
+        assert metrics["tokens"] == metrics["sampled_tokens"]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh):
+    """Invariant 7: 2 + 2 steps give the parameters, metrics and evaluations of 4, bit by bit."""
+    whole = train.run(tiny_config(steps=4), mesh, tmp_path / "whole")
+    train.run(tiny_config(steps=2), mesh, tmp_path / "parts")
+    parts = train.run(tiny_config(steps=4), mesh, tmp_path / "parts")
+    assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "parts")
+    last = [line for line in untimed(tmp_path / "whole") if line["step"] in (3, 4)]
+    assert last == [line for line in untimed(tmp_path / "parts") if line["step"] in (3, 4)]
+    evaluated = [name for name in whole if name.endswith(("_before", "_after"))]
+    assert evaluated and {n: whole[n] for n in evaluated} == {n: parts[n] for n in evaluated}
+    assert whole["real_env_calls_in_training"] == parts["real_env_calls_in_training"] == 0
+
+
+def test_a_run_leaves_what_it_promises(tmp_path, mesh):
+    summary = train.run(tiny_config(steps=1), mesh, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    for name in ("real_success", "real_success_greedy", "unseen_domain", "fidelity", "fidelity_without_examples"):
+        assert 0 <= summary[f"{name}_before"] <= 1 and 0 <= summary[f"{name}_after"] <= 1
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert len(read_json_lines(tmp_path / "trajectories.jsonl")) == 2
+    (line,) = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if "reward" in line]
+    for name in ("advantage_abs_act", "tokens_rehearse", "logprob_diff_max", "agreement", "tokens_per_second"):
+        assert line[name] is not None
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (
+        loaded.convert_tokens_to_ids("<|im_end|>")
+        == json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
+    )
+
+
+def test_training_on_rehearsal_executes_nothing_and_training_on_the_world_does(mesh):
+    for responder, executes in (("rehearsed", False), ("real", True)):
+        setup, state = train.build(tiny_config(**{"rollout.responder": responder}), mesh)
+        before = envs.execution_count()
+        train.iterate(setup, state, 0)
+        assert (envs.execution_count() > before) is executes
+
+
+def test_masked_trajectories_are_counted_and_not_trained(mesh):
+    """A reward that cannot be computed is an outside fault: no loss, no zero."""
+    setup, state = train.build(tiny_config(), mesh)
+    judged = [
+        [dataclasses.replace(item, check=None) for item in turn] for turn in setup.stream.batch_at(0)[0].checklist
+    ]
+    broken = dataclasses.replace(setup.stream.batch_at(0)[0], checklist=tuple(map(tuple, judged)))
+
+    class Stream:
+        def batch_at(self, step):
+            return [broken, setup.stream.batch_at(0)[1]]
+
+    _, metrics, trajectories = train.iterate(dataclasses.replace(setup, stream=Stream()), state, 0)
+    failed = [trajectory for trajectory in trajectories if trajectory.status == "failed"]
+    assert metrics["masked"] == len(failed) > 0
+    assert all(np.isnan(trajectory.reward) for trajectory in failed)
+    kept = sum(len(s.tokens) for t in trajectories if t.status == "ok" for s in t.segments)
+    assert metrics["tokens"] == kept < metrics["sampled_tokens"]
+
+
+def test_gold_attempts_are_solved_and_the_final_state_counts():
+    task = tiny.tasks("heldout", 1, 0)[0]
+    goal = evaluate.reference_state(task)
+    real = Real(envs.make_environment)
+    for call, _ in task.reference:
+        real.respond(0, task, call, ())
+    real.end(0, task)
+    from envace_jax.types import Trajectory
+
+    done = Trajectory(task.task_id, 0, 0, (), 1.0, "ok", "done")
+    assert evaluate.is_solved(done, real.final_state(0), goal)
+    assert not evaluate.is_solved(done, {"another": "state"}, goal)
+    assert not evaluate.is_solved(dataclasses.replace(done, reward=0.9), real.final_state(0), goal)
+    assert not evaluate.is_solved(dataclasses.replace(done, status="failed"), real.final_state(0), goal)
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_moment_and_restarted_equals_unbroken(tmp_path):
+    """Invariant 7 with kill -9: the same command again, until it is through."""
+    flags = [f"--config.{name}={value}" for name, value in {**SETTINGS, "steps": 6}.items()]
+
+    def command(folder: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "envace_jax.main", f"--config={ROOT / 'configs' / 'tiny.py'}",
+            f"--workdir={folder}", f"--config.compilation_cache={tmp_path / 'cache'}", *flags,
+        ]  # fmt: skip
+
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command(tmp_path / "unbroken"), check=True, env=environment, cwd=tmp_path, timeout=900)
+    generator = random.Random(time.time_ns())
+    broken = tmp_path / "broken"
+    for _ in range(2):
+        process = subprocess.Popen(command(broken), env=environment, cwd=tmp_path, start_new_session=True)
+        wanted = generator.randint(1, 4)
+        deadline = time.time() + 600
+        while process.poll() is None and time.time() < deadline:
+            path = broken / "metrics.jsonl"
+            if path.exists() and path.read_text().count('"reward"') >= wanted:
+                break
+            time.sleep(0.05)
+        time.sleep(generator.random())
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        process.wait()
+    subprocess.run(command(broken), check=True, env=environment, cwd=tmp_path, timeout=900)
+    assert model_bytes(tmp_path / "unbroken") == model_bytes(broken)
+    assert untimed(tmp_path / "unbroken") == untimed(broken)
