@@ -41,7 +41,7 @@ SAVE_EVERY = 200  # steps
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of pre-training: rates warm up to `peak` times their base, then fall as a cosine over `horizon` steps."""
+    """A stretch of pre-training: rates warm up to `peak` times their base, then fall as a cosine over `horizon`."""
 
     steps: int
     horizon: int
