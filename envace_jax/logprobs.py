@@ -53,7 +53,7 @@ def token_logprobs(
 
 def _chunk_logits(hidden: jax.Array, head: jax.Array, temperature: float, limit: int) -> jax.Array:
     """f32[B, C, V], by the same product as `Policy.logits`, so that sampler and trainer round alike."""
-    logits = jnp.einsum("btd,dv->btv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,dv->btv", hidden.astype(jnp.float32), head.astype(jnp.float32))
     if temperature != 1.0:
         logits = logits / temperature
     if limit < head.shape[1]:
@@ -100,9 +100,9 @@ def _backward(
         )
         probabilities = jnp.exp(_chunk_logits(hidden_here, head, temperature, limit) - normalizer[..., None])
         d_logits = (weight / temperature)[..., None] * ((columns == target[..., None]) - probabilities)
-        here = jnp.einsum("btv,dv->btd", d_logits, head, preferred_element_type=jnp.float32)
+        here = jnp.einsum("btv,dv->btd", d_logits, head.astype(jnp.float32))
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, here.astype(d_hidden.dtype), start, 1)
-        d_head += jnp.einsum("btd,btv->dv", hidden_here, d_logits, preferred_element_type=jnp.float32)
+        d_head += jnp.einsum("btd,btv->dv", hidden_here.astype(jnp.float32), d_logits)
         return (d_hidden, d_head), None
 
     zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))

@@ -259,11 +259,18 @@ def _tasks(config: RunConfig) -> tuple[list[Task], tuple[Task, ...], tuple[Task,
 
 
 def _decode_cast(config: RunConfig) -> Any:
-    """Casts once per step what the sampler would otherwise cast once per token."""
+    """Casts once per step what the sampler would otherwise cast once per token: the layers.
+
+    The embedding and the head stay as they are, since the head's product is float32 in the trainer too.
+    """
     if config.model.compute_dtype == config.model.param_dtype:
         return lambda params: params
     dtype = jnp.dtype(config.model.compute_dtype)
-    return jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+
+    def cast(params: Params) -> Params:
+        return params | {"layers": jax.tree.map(lambda leaf: leaf.astype(dtype), params["layers"])}
+
+    return jax.jit(cast)
 
 
 # --- evaluation, checkpoints, summary ---

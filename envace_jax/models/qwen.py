@@ -217,7 +217,7 @@ class _Network:
         return ends.embedding[...].T if ends.head is None else ends.head.kernel[...]
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return jnp.matmul(hidden, self.head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return jnp.matmul(hidden.astype(jnp.float32), self.head(params).astype(jnp.float32))
 
     def init_cache(self, slots: int, length: int, dtype: Any = None) -> KVCache:
         config = self.config
