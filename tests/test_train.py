@@ -95,10 +95,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, mesh):
         assert line[name] is not None
     transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert (
-        loaded.convert_tokens_to_ids("<|im_end|>")
-        == json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
-    )
+    stops = json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
+    assert stops == loaded.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
 
 
 def test_training_on_rehearsal_executes_nothing_and_training_on_the_world_does(mesh):
