@@ -29,6 +29,7 @@ SETTINGS = {
     "sampler.prefill_lengths": (64, 256), "sampler.cache_lengths": (512,), "batch.rows_multiple": 4,
     "batch.micro_batch_rows": 4, "evaluation.heldout_tasks": 4, "evaluation.samples": 1, "evaluation.unseen_tasks": 2,
     "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False, "steps": 3,
+    "optimizer.schedule": "constant",
 }  # fmt: skip
 TIMES = ("seconds", "train_seconds", "tokens_per_second", "time")
 
