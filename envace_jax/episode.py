@@ -123,7 +123,7 @@ def start(
     *,
     answered_by: Need = Need.REHEARSE,
 ) -> Episode:
-    """The episode before its first assistant message; already over ("length") where the task's prompt is too long."""
+    """The episode before its first assistant message; already over, and masked, where its prompt is too long."""
     if answered_by not in (Need.REHEARSE, Need.RESPONSE):
         raise ValueError(f"answered_by={answered_by} cannot answer tool calls; accepted: REHEARSE, RESPONSE")
     opening: list[Message] = [*task.messages, {"role": "user", "content": task.user_turns[0]}]
@@ -139,8 +139,8 @@ def start(
     )
     try:
         return _ask_act(_extend(episode, act_prompt(prompts, task)))
-    except PromptTooLong:
-        return _end(episode, Reason.LENGTH)
+    except PromptTooLong as error:  # the data's or the settings' doing, not the policy's
+        return on_fault(episode, error)
 
 
 def on_act(episode: Episode, segment: Segment) -> Episode:

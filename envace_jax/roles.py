@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from envace_jax.chat import THINK_CLOSE, THINK_OPEN, Chat, render_call
@@ -115,8 +115,8 @@ def rehearse_prompt(
       reference: example calls and results; by default the task's own if `prompts.reference_examples`.
 
     What stays the same within a trajectory comes first, so that kept caches can be reused. If the prompt exceeds
-    `max_rehearse_prompt`, the oldest lines of the conversation are dropped, as few as possible, and nothing else.
-    Raises PromptTooLong if it does not fit without any of them.
+    `max_rehearse_prompt`, the oldest lines of the conversation are dropped, as few as possible; if that is not enough,
+    also the examples least like the call. Raises PromptTooLong if it does not fit without any of them.
     """
     if reference is None:
         reference = task.reference if prompts.reference_examples else ()
@@ -124,8 +124,8 @@ def rehearse_prompt(
     system = FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM
     lines = _conversation_lines(messages, flat=prompts.style == "compact")
 
-    def tokens_without(dropped: int) -> list[int]:
-        text = write(task, reference, lines[dropped:], dropped > 0, act_text, call)
+    def tokens_without(dropped: int, examples: Reference = reference) -> list[int]:
+        text = write(task, examples, lines[dropped:], dropped > 0, act_text, call)
         if prompts.thinking:
             text += "\n/think"
         return [
@@ -134,24 +134,32 @@ def rehearse_prompt(
             *prompts.chat.assistant_prefix(thinking=prompts.thinking),
         ]
 
-    tokens = tokens_without(0)
-    if len(tokens) <= prompts.max_rehearse_prompt:
-        return tokens
-    tokens = tokens_without(len(lines))
-    if len(tokens) > prompts.max_rehearse_prompt:
-        raise PromptTooLong(
-            f"the rehearse prompt for {call.name!r} in task {task.task_id!r} has {len(tokens)} tokens without any "
-            f"conversation; max_rehearse_prompt is {prompts.max_rehearse_prompt}"
-        )
-    fewest, most = 1, len(lines)  # a binary search: dropping `most` lines fits
-    while fewest < most:
-        middle = (fewest + most) // 2
-        attempt = tokens_without(middle)
-        if len(attempt) <= prompts.max_rehearse_prompt:
-            most, tokens = middle, attempt
-        else:
-            fewest = middle + 1
-    return tokens
+    limit = prompts.max_rehearse_prompt
+    fewest = _fewest(len(lines), lambda count: len(tokens_without(count)) <= limit)
+    if fewest is not None:
+        return tokens_without(fewest)
+    alike = _most_similar_last(reference, call)
+    fewest = _fewest(len(alike), lambda count: len(tokens_without(len(lines), alike[count:])) <= limit)
+    if fewest is not None:
+        return tokens_without(len(lines), [example for example in reference if example in alike[fewest:]])
+    least = len(tokens_without(len(lines), ()))
+    raise PromptTooLong(
+        f"the rehearse prompt for {call.name!r} in task {task.task_id!r} has {least} tokens without any conversation "
+        f"or example; max_rehearse_prompt is {limit}"
+    )
+
+
+def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest count in 0..most that fits, if leaving out more always fits where less does; None if none does."""
+    if fits(0):
+        return 0
+    if not fits(most):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
 
 
 def parse_rehearsal(text: str) -> tuple[str, bool]:

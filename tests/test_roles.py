@@ -164,9 +164,11 @@ def test_truncation_drops_the_fewest_oldest_lines_and_nothing_else(limit, style)
     text = CHAT.decode(tokens)
     kept = [message["content"] for message in messages if message["content"] in text]
     assert kept == [message["content"] for message in messages[len(messages) - len(kept) :]]
-    assert "deposit" in text.split("call" if style == "full" else "CALL")[-1] and '"balance": 5' in text
+    assert "deposit" in text.split("call" if style == "full" else "CALL")[-1]
     assert ("THE ACT" in text) == (style == "full")
-    if len(kept) < len(messages):
+    if '"balance": 5' not in text:  # the example goes only after all of the conversation
+        assert not kept and limit - 300 < len(spelled_section(roles.OMITTED_MARKER))
+    elif len(kept) < len(messages):
         assert (marker in text) == (style == "full" or bool(kept))
         one_more = [{"role": "user", "content": f"line {number:02d}"} for number in range(39 - len(kept), 40)]
         roomy = rehearse_prompt(scripted.prompts(style=style), task, one_more, "THE ACT", CALL)
