@@ -23,8 +23,9 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
 
-REQUIRED_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT, CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE)
-OPTIONAL_TOKENS = (RESULT_OPEN, RESULT_CLOSE)  # plain text where the tokenizer has no such token
+REQUIRED_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT, CALL_OPEN, CALL_CLOSE)
+# Plain text where the tokenizer has no such token, as in Qwen2.5.
+OPTIONAL_TOKENS = (THINK_OPEN, THINK_CLOSE, RESULT_OPEN, RESULT_CLOSE)
 
 MAX_JSON_DEPTH = 64  # of a call's arguments: far from Python's recursion limit, whatever the caller's stack
 

@@ -62,7 +62,7 @@ def template(qwen_folder: Path) -> Any:
     return render
 
 
-def small_tokenizer(folder: Path, special_tags: bool) -> Path:
+def small_tokenizer(folder: Path, special_tags: bool, thinking: bool = True) -> Path:
     """A few hundred tokens, trained here: no tool_response tags, and an added token that covers JSON boilerplate."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +72,7 @@ def small_tokenizer(folder: Path, special_tags: bool) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in chat_module.REQUIRED_TOKENS[:3]])
-    tags = chat_module.REQUIRED_TOKENS[3:]
+    tags = [*chat_module.REQUIRED_TOKENS[3:], *(chat_module.OPTIONAL_TOKENS[:2] if thinking else ())]
     tokenizer.add_tokens([AddedToken(t, special=special_tags, normalized=False) for t in tags])
     boilerplate = ('{"name": "', '", "arguments": {"')
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in boilerplate])
@@ -328,6 +328,14 @@ def test_small_tokenizer_works_the_same(small: Chat) -> None:
     assert results == (
         "<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
     )
+
+
+def test_think_tags_are_plain_text_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    """As in Qwen2.5."""
+    chat = load_tokenizer(small_tokenizer(tmp_path, special_tags=False, thinking=False))
+    assert "<think>" not in chat.control_ids
+    text = chat.decode(chat.assistant_prefix(thinking=False) + chat.assistant("yes", calls=[NOW]))
+    assert text.startswith("<|im_start|>assistant\n<think>\n\n</think>\n\nyes\n<tool_call>")
 
 
 def test_close_makes_the_stream_well_formed(small: Chat) -> None:
