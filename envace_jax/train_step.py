@@ -311,7 +311,10 @@ def make_train_step(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(use, new, old), (params, opt_state), (state.params, state.opt_state)
+            # The gradient is float32 whatever the parameters are; what comes back keeps the dtype that went in.
+            lambda new, old: jnp.where(use, new.astype(old.dtype), old),
+            (params, opt_state),
+            (state.params, state.opt_state),
         )
         stats |= {
             "loss": loss,

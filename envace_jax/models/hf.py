@@ -261,6 +261,8 @@ def save(
             _gather(params, tensor)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{target.name}.partial-*"):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
