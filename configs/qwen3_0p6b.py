@@ -40,7 +40,7 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 6000  # authors' 4B example
     config.limits.rehearse_response = 6000  # authors' 4B example
 
-    config.sampler.slots = 16  # ours: 16 caches of 16,000 tokens fit one accelerator; trajectories take turns
+    config.sampler.slots = 16  # ours: not sized on a device yet; trajectories take turns
     config.sampler.temperature = 1.0  # authors
     config.sampler.top_p = 1.0  # authors
     config.sampler.max_length = 16000  # authors' 4B example: the context

@@ -40,7 +40,7 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 6000  # authors' 4B example
     config.limits.rehearse_response = 6000  # authors' 4B example
 
-    config.sampler.slots = 64  # ours: one for each of the 16 x 4 trajectories
+    config.sampler.slots = 16  # ours: not sized on a device yet; trajectories take turns
     config.sampler.temperature = 1.0  # authors
     config.sampler.top_p = 1.0  # authors
     config.sampler.max_length = 16000  # authors' 4B example: the context

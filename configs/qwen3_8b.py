@@ -19,7 +19,7 @@ def get_config() -> config_dict.ConfigDict:
     config.model.param_dtype = "float32"  # ours: at this learning rate a bfloat16 parameter would not move
     config.model.remat = "full"  # ours: rows of 20,000 tokens
 
-    config.mesh.fsdp = 16  # ours: the authors' number of devices; set it to yours
+    config.mesh.fsdp = 8  # ours: the devices of one host, since a run is one process; set it to yours
 
     config.data.source = ""  # yours: a JSONL file in the authors' record format
     config.data.tasks_per_step = 16  # authors
@@ -39,7 +39,7 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 8000  # authors
     config.limits.rehearse_response = 8000  # authors
 
-    config.sampler.slots = 64  # ours: one for each of the 16 x 4 trajectories
+    config.sampler.slots = 16  # ours: not sized on a device yet; trajectories take turns
     config.sampler.temperature = 1.0  # authors
     config.sampler.top_p = 1.0  # authors
     config.sampler.max_length = 20000  # authors: the context
@@ -65,8 +65,8 @@ def get_config() -> config_dict.ConfigDict:
 
     config.batch.layout = "packed"  # ours; the objective is the authors' one row per segment
     config.batch.row_length = 20000  # the longest sequence there can be
-    config.batch.rows_multiple = 16  # ours: one row per device
-    config.batch.micro_batch_rows = 16  # ours
+    config.batch.rows_multiple = 8  # ours: one row per device
+    config.batch.micro_batch_rows = 8  # ours
     config.batch.logprob_chunk = 1024  # ours
 
     config.evaluation.temperature = 0.6  # authors' validation

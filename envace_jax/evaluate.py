@@ -147,7 +147,7 @@ def fidelity(
     matches = 0
     for sample in generate(sampler, params, requests):
         text, ok = roles.parse_rehearsal(prompts.chat.decode(sample.tokens.tolist()))
-        matches += ok and json.loads(text) == json.loads(calls[sample.request_id].result)
+        matches += ok and json.loads(text) == _comparable(calls[sample.request_id].result)
     return matches / len(calls) if calls else float("nan")
 
 
@@ -160,7 +160,7 @@ def agreement(trajectories: Iterable[Trajectory], tasks: Mapping[str, Task]) -> 
     for trajectory in trajectories:
         known: dict[str, list[Json]] = collections.defaultdict(list)
         for call, result in tasks[trajectory.task_id].reference:
-            known[_call_key(call)].append(json.loads(result))
+            known[_call_key(call)].append(_comparable(result))
         waiting: list[ToolCall] = []
         for message in trajectory.messages:
             if message["role"] == "assistant":
@@ -169,7 +169,7 @@ def agreement(trajectories: Iterable[Trajectory], tasks: Mapping[str, Task]) -> 
                 results = known.get(_call_key(waiting.pop(0)))
                 if results:
                     total += 1
-                    equal += json.loads(message["content"]) in results
+                    equal += _comparable(message["content"]) in results
     return equal / total if total else float("nan")
 
 
@@ -184,6 +184,14 @@ def generate(sampler: Sampler, params: Params, requests: Sequence[SampleRequest]
             sampler.submit(batch)
         done += sampler.step(params)
     return done
+
+
+def _comparable(result: str) -> Json:
+    """The result's JSON value; a recorded result may also be any text, which then only equals itself."""
+    try:
+        return json.loads(result)
+    except ValueError:
+        return result
 
 
 def _call_key(call: ToolCall) -> str:

@@ -9,6 +9,7 @@ stderr and exit code 2, without a traceback.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -104,18 +105,23 @@ def use_compilation_cache(setting: str) -> None:
 
 
 def prepare_devices(config: RunConfig) -> Mesh:
-    """The mesh over all devices; says which backend and devices there are. Raises ConfigError when they do not fit."""
+    """The mesh over the first devices; says which there are. Raises ConfigError when they do not suffice."""
     try:
         devices = jax.devices()
     except RuntimeError as error:  # a backend that was asked for is not there
         raise UserError(f"no devices: {str(error).splitlines()[0]}") from error
+    if jax.process_count() > 1:
+        raise UserError(f"{jax.process_count()} processes: a run on several hosts is not supported yet; start one")
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     print(f"backend {jax.default_backend()}: {len(devices)} device{'s' * (len(devices) > 1)} ({kinds})", flush=True)
     try:
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        wanted = math.prod(sizes)
+        mesh = make_mesh(*sizes, devices=devices[:wanted] if wanted < len(devices) else None)
     except ValueError as error:
         raise ConfigError(f"config.mesh: {error}") from error
-    print("mesh " + " ".join(f"{name}={size}" for name, size in mesh.shape.items()), flush=True)
+    shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    print(f"mesh {shape}: {mesh.size} of {len(devices)} devices", flush=True)
     return mesh
 
 

@@ -32,6 +32,7 @@ STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("|advantage| {:.3f} act {:.3f} rehearse", ("advantage_abs_act", "advantage_abs_rehearse")),
     ("tokens {:.0f} act {:.0f} rehearse", ("tokens_act", "tokens_rehearse")),
     ("logprob difference {:.1e} (max {:.1e})", ("logprob_diff", "logprob_diff_max")),
+    ("masked {:.0f}", ("masked",)),
     ("{:.0f} tokens/s", ("tokens_per_second",)),
 )
 

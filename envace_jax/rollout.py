@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,18 +36,12 @@ from envace_jax.episode import (
     start,
 )
 from envace_jax.responders import Responder
+from envace_jax.rewards import Reward
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sample, Sampler, SampleRequest
-from envace_jax.types import MessageList, Need, Params, Segment, Task, Trajectory, TurnScore
+from envace_jax.types import Need, Params, Segment, Task, Trajectory
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
-
-
-class Reward(Protocol):
-    """What judges a user turn that ended."""
-
-    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
-        """The score of that turn; `turn_messages` begin with its user message. An exception is a fault."""
 
 
 def rollout(

@@ -24,7 +24,7 @@ from envace_jax.batching import deal_rows, make_batch
 from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
-from envace_jax.config import RunConfig
+from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import TaskStream, read_tasks
 from envace_jax.envs import tiny
 from envace_jax.episode import Limits
@@ -55,10 +55,8 @@ class Setup:
 
     config: RunConfig
     mesh: Mesh
-    policy: Policy
     model: qwen.QwenConfig
     folder: Path  # where the model came from
-    param_shardings: Any
     prompts: Prompts
     limits: Limits
     sampler: Sampler
@@ -78,9 +76,17 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path) -> dict[str, Any]:
     began = time.time()
     setup, state = build(config, mesh)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-    state, progress = _restore(checkpoints, state)
+    progress: dict[str, Any] = {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
+    if checkpoints.steps():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        del state  # the restored one takes its place in memory
+        restored = checkpoints.restore_latest(shapes)
+        assert restored is not None  # there are steps
+        state, progress = restored
     earlier_seconds = progress["seconds"]
     first = progress["step"]
+    if first > config.steps:
+        raise ConfigError(f"steps: {config.steps} is below the {first} steps that {workdir} has done already")
     with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=first) as writer:
         writer.start(total=config.steps, done=first)
         if first == 0:
@@ -91,7 +97,7 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path) -> dict[str, Any]:
             done, seconds = step + 1, time.time() - started
             metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
             writer.write(done, metrics)
-            writer.write_trajectories(done, trajectories[: config.logging.trajectories_per_step])
+            writer.write_trajectories(done, _samples(trajectories, config))
             progress["env_calls"] += envs.execution_count() - executed
             if _due(done, config.evaluation.every, config.steps):
                 progress["evaluations"].append(_evaluate(setup, state.params, done, writer))
@@ -127,6 +133,8 @@ def iterate(
         temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
         group_offset=step * len(tasks), progress=writer.progress if writer else None,
     )  # fmt: skip
+    setup.sampler.reset()  # the caches make room for the train step
+    del params
     sampled = time.time()
     grpo = config.grpo
     advantages, advantage_stats = role_advantages(
@@ -171,6 +179,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 
 def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
     """Loads model, tokenizer and tasks, and makes the compiled steps."""
+    tasks, heldout, unseen = _tasks(config)
+    _check_tasks(config, tasks)
     folder = hf.resolve(configuration.model_path(config.model.path))
     chat = load_tokenizer(folder)
     model, params = hf.load(folder, mesh, dtype=config.model.param_dtype)
@@ -180,11 +190,9 @@ def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     optimizer = _optimizer(config)
     step_config = _step_config(config, chat.vocab_size)
-    tasks, heldout, unseen = _tasks(config)
     prompts, limits = _prompts(config, chat), _limits(config)
     setup = Setup(
-        config=config, mesh=mesh, policy=policy, model=model, folder=folder, param_shardings=shardings,
-        prompts=prompts, limits=limits,
+        config=config, mesh=mesh, model=model, folder=folder, prompts=prompts, limits=limits,
         sampler=_sampler(config, policy, chat, mesh),
         responder=Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment),
         reward=ChecklistReward(),
@@ -258,6 +266,30 @@ def _tasks(config: RunConfig) -> tuple[list[Task], tuple[Task, ...], tuple[Task,
     )
 
 
+def _check_tasks(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError for tasks from which nothing could be learned, and says how many cannot be scored."""
+    if len(tasks) < config.data.tasks_per_step:
+        raise ConfigError(
+            f"data.tasks_per_step: {config.data.tasks_per_step} is more than the {len(tasks)} tasks there are"
+        )
+    judged = sum(any(item.check is None for turn in task.checklist for item in turn) for task in tasks)
+    if judged == len(tasks):
+        raise ConfigError(
+            f"data.source: every task of {config.data.source} has checklist items without a program check, which need "
+            "a judge; there is none yet, so none could be scored"
+        )
+    if judged:
+        print(
+            f"{judged} of {len(tasks)} tasks have items that need a judge; turns with one mask the trajectory",
+            flush=True,
+        )
+    if config.rollout.responder == "real":
+        for task in tasks:
+            if task.environment is None:
+                raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
+            envs.load_domain(task.environment["name"])
+
+
 def _decode_cast(config: RunConfig) -> Any:
     """Casts once per step what the sampler would otherwise cast once per token: the layers.
 
@@ -267,10 +299,8 @@ def _decode_cast(config: RunConfig) -> Any:
         return lambda params: params
     dtype = jnp.dtype(config.model.compute_dtype)
 
-    def cast(params: Params) -> Params:
-        return params | {"layers": jax.tree.map(lambda leaf: leaf.astype(dtype), params["layers"])}
-
-    return jax.jit(cast)
+    cast = jax.jit(lambda layers: jax.tree.map(lambda leaf: leaf.astype(dtype), layers))
+    return lambda params: params | {"layers": cast(params["layers"])}
 
 
 # --- evaluation, checkpoints, summary ---
@@ -282,6 +312,7 @@ def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) ->
     params = setup.to_decode(params)
     started = time.time()
     values: Metrics = {}
+    masked = 0
     for name, tasks in (("real_success", setup.heldout), ("unseen_domain", setup.unseen)):
         for suffix, samples, temperature in (("", wanted.samples, wanted.temperature), ("_greedy", 1, 0.0)):
             if not tasks or (suffix and not wanted.greedy):
@@ -292,6 +323,7 @@ def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) ->
                 seed=config.seed, progress=writer.progress,
             )  # fmt: skip
             values[name + suffix] = result.rate
+            masked += sum(trajectory.status == "failed" for trajectory in result.trajectories)
     calls = [call for task in setup.heldout for call in evaluate.calls_of(task, tiny.conversation(task), setup.prompts)]
     calls = calls[: wanted.fidelity_calls]
     for name, examples in (("fidelity", True), ("fidelity_without_examples", False)):
@@ -300,19 +332,18 @@ def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) ->
                 setup.sampler, params, calls, prompts=setup.prompts, max_tokens=config.limits.rehearse_response,
                 temperature=wanted.temperature, seed=config.seed, reference_examples=examples,
             )  # fmt: skip
+    setup.sampler.reset()
     if values:
+        values["masked"] = float(masked)
         writer.write(step, {f"eval_{name}": value for name, value in values.items()})
     # Checkpoints keep this as plain JSON, which has no nan.
     known = {name: value if np.isfinite(value) else None for name, value in values.items()}
     return {"step": step, "seconds": time.time() - started, "values": known}
 
 
-def _restore(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """The newest checkpoint's state and progress, or the fresh ones. Keys and the data cursor follow from the step."""
-    found = checkpoints.restore_latest(state)
-    if found is not None:
-        return found
-    return state, {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
+def _samples(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
+    """The first attempts at different tasks, as many as are to be written out."""
+    return list(trajectories[:: config.data.attempts][: config.logging.trajectories_per_step])
 
 
 def _due(done: int, every: int, last: int) -> bool:

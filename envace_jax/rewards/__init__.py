@@ -16,5 +16,5 @@ class Reward(Protocol):
     """Scores user turns; slow rewards answer later, through the future."""
 
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
-        """Scores what follows the user message of `turn` (assistant and tool messages, in order)."""
+        """Scores a turn from its user message and what followed. An exception in the future masks the trajectory."""
         ...
