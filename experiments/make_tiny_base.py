@@ -2,7 +2,7 @@
 
 A Qwen3 of about 0.9 M parameters is pre-trained from nothing on imperfect demonstrations of the tiny world, in both
 roles: whole conversations for ACT, single results for REHEARSE. The demonstrations err at a stated rate, so the
-sampled policy errs too and reinforcement learning has something to win. About 15 minutes on two cores.
+sampled policy errs too and reinforcement learning has something to win.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from envace_jax.types import Params, Policy, Role, Segment, Task, ToolCall, Traj
 
 OUT = Path(__file__).resolve().parents[1] / "envace_jax" / "assets" / "tiny_base"
 ROW_LENGTH, ROWS = 416, 32  # of a batch
-ACT_ERROR, REHEARSE_ERROR = 0.08, 0.1  # share of demonstrated messages and results that err
+ACT_ERROR, REHEARSE_ERROR = 0.1, 0.1  # share of demonstrated messages and results that err
 SAVE_EVERY = 200  # steps
 
 
@@ -55,6 +55,8 @@ PHASES = (
     Phase(steps=400, horizon=2000, peak=1.0, rehearse_weight=2.0, examples=0.75),
     Phase(steps=700, horizon=740, peak=1.0, rehearse_weight=3.0, examples=0.9),
     Phase(steps=420, horizon=440, peak=0.6, rehearse_weight=2.0, examples=0.9),
+    Phase(steps=200, horizon=1230, peak=0.8, rehearse_weight=2.0, examples=0.9),
+    Phase(steps=650, horizon=670, peak=0.6, rehearse_weight=2.0, examples=0.9),
 )
 # Muon for the layers' matrices learns to copy names in about 60% of AdamW's steps; the rest is trained by Adam.
 MUON_RATE, ADAM_RATE = 0.02, 3e-3  # times a phase's schedule
