@@ -17,11 +17,12 @@ import pytest
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, train
 from envace_jax.config import RunConfig
+from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
 from envace_jax.metrics import read_json_lines
 from envace_jax.responders import Real
 from envace_jax.sharding import make_mesh
-from envace_jax.types import Role
+from envace_jax.types import Role, ToolCall, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -135,13 +136,42 @@ def test_gold_attempts_are_solved_and_the_final_state_counts():
     for call, _ in task.reference:
         real.respond(0, task, call, ())
     real.end(0, task)
-    from envace_jax.types import Trajectory
-
     done = Trajectory(task.task_id, 0, 0, (), 1.0, "ok", "done")
     assert evaluate.is_solved(done, real.final_state(0), goal)
     assert not evaluate.is_solved(done, {"another": "state"}, goal)
     assert not evaluate.is_solved(dataclasses.replace(done, reward=0.9), real.final_state(0), goal)
     assert not evaluate.is_solved(dataclasses.replace(done, status="failed"), real.final_state(0), goal)
+
+
+def test_tasks_that_teach_nothing_are_refused_before_a_model_is_loaded(tmp_path, mesh):
+    tasks = tiny.tasks("train", 4, 0)
+    judged = [
+        dataclasses.replace(
+            task, checklist=tuple(tuple(dataclasses.replace(i, check=None) for i in turn) for turn in task.checklist)
+        )
+        for task in tasks
+    ]
+    write_tasks(tmp_path / "judged.jsonl", judged)
+    write_tasks(tmp_path / "bare.jsonl", [dataclasses.replace(task, environment=None) for task in tasks])
+    none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
+    cases = (
+        ({"data.source": str(tmp_path / "judged.jsonl"), "data.count": 0}, "need a judge"),
+        ({"data.source": str(tmp_path / "bare.jsonl"), "data.count": 0, "rollout.responder": "real"}, "names none"),
+        ({"data.count": 1}, "more than the 1 tasks"),
+    )
+    for changes, message in cases:
+        with pytest.raises(configuration.ConfigError, match=message):
+            train.build(tiny_config(**none, **changes, **{"model.path": "no such model"}), mesh)
+
+
+def test_agreement_compares_results_of_any_text():
+    call = ToolCall("find", {"book": "dune"})
+    task = dataclasses.replace(tiny.tasks("train", 1, 0)[0], reference=((call, "Error: not found"),))
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"name": "find", "arguments": {"book": "dune"}}]}
+    told = [{"role": "tool", "name": "find", "content": text} for text in ('{"copies": 1}', "Error: not found")]
+    runs = [Trajectory(task.task_id, 0, 0, (), 1.0, "ok", "done", messages=(asked, result)) for result in told]
+    assert evaluate.agreement(runs, {task.task_id: task}) == 0.5
+    assert np.isnan(evaluate.agreement([], {}))
 
 
 @pytest.mark.slow

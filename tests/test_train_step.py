@@ -484,3 +484,14 @@ def test_bad_settings_are_errors():
         compiled_gradient(dataclasses.replace(CONFIG, kl_coef=0.1))(params(), batch_in("packed"))
     with pytest.raises(ValueError, match="24 rows cannot be cut into micro-batches of 7"):
         compiled_gradient(dataclasses.replace(CONFIG, micro_batch_rows=7))(params(), batch_in("packed"))
+
+
+def test_bfloat16_parameters_and_moments_keep_their_dtype():
+    """Else a resumed run would find other dtypes in its checkpoint than a fresh one has."""
+    optimizer = make_optimizer(1e-3)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), BAG.init(jax.random.key(0)))
+    state = init_train_state(half, optimizer)
+    before = jax.tree.map(lambda leaf: leaf.dtype, state)
+    after, stats = make_train_step(BAG, optimizer, CONFIG)(state, batch_in("packed"))
+    assert float(stats["update_norm"]) > 0
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == before
