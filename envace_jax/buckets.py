@@ -18,16 +18,6 @@ def pick(size: int, sizes: Sequence[int], what: str = "size") -> int:
     raise ValueError(f"{what} {size} exceeds the largest bucket {sizes[-1]} (buckets: {list(sizes)})")
 
 
-def doubling(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, 2 x smallest, 4 x ..., ending exactly at `largest`."""
-    if not 0 < smallest <= largest:
-        raise ValueError(f"buckets need 0 < smallest <= largest, got {smallest} and {largest}")
-    sizes = [smallest]
-    while sizes[-1] * 2 < largest:
-        sizes.append(sizes[-1] * 2)
-    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
-
-
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Padded sizes of the sampler, each ascending.
@@ -53,17 +43,6 @@ class Buckets:
         prefills = len(self.prefill_lengths) * len(self.prefill_rows) * caches
         resizes = caches * (caches - 1) // 2
         return prefills + caches + resizes + caches  # prefill, decode, resize, fresh state
-
-
-def sampler_buckets(max_length: int, slots: int, *, shards: int = 1) -> Buckets:
-    """Default buckets for `slots` slots of `max_length` positions, split over `shards` parts of the mesh."""
-    longest = min(max_length, 2048)
-    rows = max(1, slots // shards)
-    return Buckets(
-        prefill_lengths=doubling(min(32, longest), longest),
-        prefill_rows=tuple(sorted({min(4, rows), min(16, rows), rows})),
-        cache_lengths=doubling(min(256, max_length), max_length),
-    )
 
 
 def train_rows(rows: int, multiple: int) -> int:

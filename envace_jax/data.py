@@ -54,10 +54,6 @@ class TaskStream:
             batch.append(self.tasks[orders[epoch][place]])
         return batch
 
-    def epoch_at(self, step: int) -> float:
-        """How many epochs lie behind the start of a step."""
-        return step * self.batch_size / len(self.tasks)
-
 
 def read_tasks(path: str | os.PathLike[str], variant: int = 0) -> list[Task]:
     """All tasks of a JSON lines file, one record a line (empty lines are passed over).

@@ -6,21 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envace_jax.buckets import Buckets, doubling, pick, sampler_buckets, train_rows
+from envace_jax.buckets import Buckets, pick, train_rows
 
 
 def test_pick_takes_the_smallest_that_holds():
     assert [pick(n, (4, 16, 64)) for n in (0, 1, 4, 5, 16, 17, 64)] == [4, 4, 4, 16, 16, 64, 64]
     with pytest.raises(ValueError, match=r"prompt 65 exceeds the largest bucket 64 \(buckets: \[4, 16, 64\]\)"):
         pick(65, (4, 16, 64), "prompt")
-
-
-def test_doubling_ends_exactly_at_the_largest():
-    assert doubling(32, 256) == (32, 64, 128, 256)
-    assert doubling(32, 300) == (32, 64, 128, 256, 300)
-    assert doubling(5, 5) == (5,)
-    with pytest.raises(ValueError, match="0 < smallest <= largest"):
-        doubling(8, 4)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 4), (8, 4), (4, 4)])
@@ -32,14 +24,6 @@ def test_buckets_must_ascend(sizes):
 def test_compile_bound_worked_by_hand():
     # 2 lengths x 2 rows x 3 caches = 12 prefills, 3 decodes, 3 resizes (12, 13, 23), 3 fresh states
     assert Buckets((8, 32), (1, 4), (64, 128, 256)).compile_bound() == 21
-
-
-@given(st.integers(1, 300), st.integers(8, 40_000), st.sampled_from([1, 2, 4]))
-def test_default_buckets_hold_every_size(slots, max_length, shards):
-    buckets = sampler_buckets(max_length, slots * shards, shards=shards)
-    assert buckets.cache_lengths[-1] == max_length
-    assert buckets.prefill_rows[-1] == slots
-    assert buckets.prefill_lengths[-1] <= max_length
 
 
 def test_train_rows_worked_by_hand():
