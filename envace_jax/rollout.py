@@ -12,6 +12,7 @@ place that looks at those.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import heapq
@@ -67,7 +68,8 @@ def rollout(
 
     Args:
       responder: who answers tool calls; asked and told of ends by trajectory index, which is the place in the result.
-      seed, step: with the task's id, the attempt and the segment they decide every sampled token.
+      seed, step: with the task's id, the attempt and the segment they decide every sampled token. Attempts are numbered
+        on where a task stands in `tasks` more than once.
       temperature: 0 is greedy. top_p: share of the probability that may be sampled, in (0, 1].
       policy_version: written into every segment.
       group_offset: group ids are group_offset + position of the task.
@@ -82,8 +84,11 @@ def rollout(
         raise ValueError(f"attempts={attempts} must be at least 1")
     sampler.reset()  # kept caches may be of other weights
     run = _Run(sampler, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
     for position, task in enumerate(tasks):
-        for attempt in range(attempts):
+        first = attempts * repeats[task.task_id]
+        repeats[task.task_id] += 1
+        for attempt in range(first, first + attempts):
             run.add(start(prompts, limits, task, group_offset + position, attempt, answered_by=responder.needs))
 
     while run.unfinished:

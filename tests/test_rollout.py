@@ -184,6 +184,15 @@ def test_a_task_draws_the_same_wherever_it_stands():
     assert [(c[0], c[2:]) for c in alone] == [(c[0], c[2:]) for c in together]
 
 
+def test_a_task_that_stands_twice_draws_anew():
+    """A batch may span two epochs; equal draws in two groups would be the same evidence counted twice."""
+    twice = play(random_script, [TASKS[0], TASKS[1], TASKS[0]], attempts=2)
+    more = play(random_script, [TASKS[0]], attempts=4)
+    assert [(t.group_id, t.attempt) for t in twice] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (2, 3)]
+    assert [content(t)[2:] for t in (*twice[:2], *twice[4:])] == [content(t)[2:] for t in more]
+    assert len({str(content(t)[5]) for t in more}) == 4
+
+
 class SlowJudge(scripted.Judge):
     def __init__(self, pool, draw):
         super().__init__()
