@@ -19,6 +19,7 @@ import numpy as np
 from envace_jax import roles
 from envace_jax.envs import make_environment
 from envace_jax.episode import Limits
+from envace_jax.json_values import json_equal
 from envace_jax.responders import Real
 from envace_jax.rollout import rollout
 from envace_jax.sampling import Sample, Sampler, SampleRequest
@@ -82,7 +83,7 @@ def success(
 
 def is_solved(trajectory: Trajectory, state: Json, goal: Json) -> bool:
     """Whether an attempt met its whole checklist and left the environment as the reference calls leave it."""
-    return trajectory.status == "ok" and trajectory.reward >= FULL_REWARD and state == goal
+    return trajectory.status == "ok" and trajectory.reward >= FULL_REWARD and json_equal(state, goal)
 
 
 def end_reason(trajectory: Trajectory) -> str:
@@ -147,7 +148,7 @@ def fidelity(
     matches = 0
     for sample in generate(sampler, params, requests):
         text, ok = roles.parse_rehearsal(prompts.chat.decode(sample.tokens.tolist()))
-        matches += ok and json.loads(text) == _comparable(calls[sample.request_id].result)
+        matches += ok and _same_result(text, calls[sample.request_id].result)
     return matches / len(calls) if calls else float("nan")
 
 
@@ -158,18 +159,17 @@ def agreement(trajectories: Iterable[Trajectory], tasks: Mapping[str, Task]) -> 
     """
     equal = total = 0
     for trajectory in trajectories:
-        known: dict[str, list[Json]] = collections.defaultdict(list)
-        for call, result in tasks[trajectory.task_id].reference:
-            known[_call_key(call)].append(_comparable(result))
+        reference = tasks[trajectory.task_id].reference
         waiting: list[ToolCall] = []
         for message in trajectory.messages:
             if message["role"] == "assistant":
                 waiting = roles.message_calls(message)
             elif message["role"] == "tool" and waiting:
-                results = known.get(_call_key(waiting.pop(0)))
+                call = waiting.pop(0)
+                results = [result for known, result in reference if _same_call(call, known)]
                 if results:
                     total += 1
-                    equal += _comparable(message["content"]) in results
+                    equal += any(_same_result(message["content"], result) for result in results)
     return equal / total if total else float("nan")
 
 
@@ -186,16 +186,18 @@ def generate(sampler: Sampler, params: Params, requests: Sequence[SampleRequest]
     return done
 
 
-def _comparable(result: str) -> Json:
-    """The result's JSON value; a recorded result may also be any text, which then only equals itself."""
+def _same_call(one: ToolCall, other: ToolCall) -> bool:
+    return one.name == other.name and json_equal(one.arguments, other.arguments)
+
+
+def _same_result(one: str, other: str) -> bool:
+    """Whether two results are one JSON value; a recorded result may also be any text, which then only equals itself."""
+    if one == other:
+        return True
     try:
-        return json.loads(result)
-    except ValueError:
-        return result
-
-
-def _call_key(call: ToolCall) -> str:
-    return json.dumps([call.name, dict(call.arguments)], sort_keys=True)
+        return json_equal(json.loads(one), json.loads(other))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _mean_of_known(values: np.ndarray) -> np.ndarray:

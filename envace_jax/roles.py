@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from envace_jax.chat import THINK_CLOSE, THINK_OPEN, Chat, render_call
+from envace_jax.json_values import json_equal
 from envace_jax.types import Json, Message, Task, ToolCall
 
 RESULT_OPEN = "<execution_result>"
@@ -276,7 +277,10 @@ def _most_similar_last(reference: Reference, call: ToolCall) -> list[tuple[ToolC
 
     def similarity(example: tuple[ToolCall, str]) -> tuple[bool, int]:
         other = example[0]
-        shared = sum(other.arguments.get(name) == value for name, value in call.arguments.items())
+        shared = sum(
+            name in other.arguments and json_equal(other.arguments[name], value)
+            for name, value in call.arguments.items()
+        )
         return other.name == call.name, shared
 
     return sorted(reference, key=similarity)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from envace_jax.json_values import json_equal
 from envace_jax.rewards import RewardUnavailable
-from envace_jax.rewards.checklist import ChecklistReward, json_equal, read_turn, says
+from envace_jax.rewards.checklist import ChecklistReward, read_turn, says
 from envace_jax.types import CheckItem, Task
 
 CALL = {"kind": "call", "name": "balance", "arguments": {"name": "bob"}}

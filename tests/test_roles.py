@@ -80,6 +80,18 @@ def test_compact_examples_most_like_the_call_come_last():
     assert re.findall(r'"left": (\d)', text) == ["3", "6", "1", "4", "2", "5"]
 
 
+def test_arguments_in_common_are_equal_json_values():
+    """1 is not true, and an argument that is not there is not null; 1 is 1.0."""
+
+    def like(**arguments):
+        return ToolCall("pay", arguments), "[]"
+
+    call, reference = ToolCall("pay", {"n": 1, "to": None}), (like(n=1.0), like(n=True), like(m=2), like(n=1, to=None))
+    text = CHAT.decode(rehearse_prompt(scripted.prompts(), scripted.task(), (), "", call, reference=reference))
+    shown = re.findall(r'"arguments": (\{.*?\})} => ', text)
+    assert shown == ['{"n": true}', '{"m": 2}', '{"n": 1.0}', '{"n": 1, "to": null}']
+
+
 def test_compact_rehearse_prompt_word_for_word():
     task = scripted.task(tools=(scripted.tool("deposit", "owner"),))
     tokens = rehearse_prompt(scripted.prompts(), task, MESSAGES, "ignored", CALL)

@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+from envace_jax.json_values import json_equal
 from envace_jax.rewards import RewardUnavailable
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
 
-__all__ = ["ChecklistReward", "RewardUnavailable", "json_equal", "says"]
+__all__ = ["ChecklistReward", "RewardUnavailable", "says"]
 
 Step = list[tuple[str, Json, Json]]  # (tool name, arguments, result) of one assistant message's calls
 _MISSING = object()
@@ -77,17 +78,6 @@ def says(reply: str, words: Sequence[str]) -> bool:
     A number does not count as part of a longer one: 120 is not in "1120", "1,120", "120.5" or "-120".
     """
     return all(_stands_in(word, reply) for word in words)
-
-
-def json_equal(left: Json, right: Json) -> bool:
-    """Equality of JSON values: 1 equals 1.0, true does not equal 1, the order of object members does not matter."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(json_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(json_equal, left, right))
-    return bool(left == right)
 
 
 def _passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
