@@ -166,9 +166,11 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
 def parse_rehearsal(text: str) -> tuple[str, bool]:
     """Reads a REHEARSE answer into (canonical result text, ok).
 
-    The result is the JSON between the tags, a non-empty object or an array, after the thinking that may open the text.
-    Everything else gives the JSON text of `{"error_tool_call": {"code", "message", "details"}}` and False, as does an
-    answer that is itself such an error object.
+    The result is the JSON between the first opening and the last closing tag, a non-empty object or an array. What
+    stands before and after the tags is passed over, though the prompt asks for none; so are thoughts that open the
+    text, with any tags in them. Where there is no such result, or thoughts are not closed, the result is the JSON text
+    of `{"error_tool_call": {"code", "message", "details"}}` and ok is False; an answer that is itself such an error
+    object is kept, and is not ok either.
     """
     answer = text
     if text.lstrip().startswith(THINK_OPEN):  # elsewhere the tags are part of a result or of a stray text
