@@ -121,29 +121,22 @@ def rehearse_prompt(
     """
     if reference is None:
         reference = task.reference if prompts.reference_examples else ()
-    write = _full_text if prompts.style == "full" else _compact_text
-    system = FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM
     lines = _conversation_lines(messages, flat=prompts.style == "compact")
+    least_alike = _least_alike_first(reference, call)
 
-    def tokens_without(dropped: int, examples: Reference = reference) -> list[int]:
-        text = write(task, examples, lines[dropped:], dropped > 0, act_text, call)
-        if prompts.thinking:
-            text += "\n/think"
-        return [
-            *prompts.chat.system(system, []),
-            *prompts.chat.user(text),
-            *prompts.chat.assistant_prefix(thinking=prompts.thinking),
-        ]
+    def tokens_without(lines_dropped: int, examples_dropped: int = 0) -> list[int]:
+        # By place, not by value: the reference may hold the same example twice.
+        examples = [reference[place] for place in sorted(least_alike[examples_dropped:])]
+        return _question(prompts, task, examples, lines[lines_dropped:], lines_dropped > 0, act_text, call)
 
     limit = prompts.max_rehearse_prompt
     fewest = _fewest(len(lines), lambda count: len(tokens_without(count)) <= limit)
     if fewest is not None:
         return tokens_without(fewest)
-    alike = _most_similar_last(reference, call)
-    fewest = _fewest(len(alike), lambda count: len(tokens_without(len(lines), alike[count:])) <= limit)
+    fewest = _fewest(len(reference), lambda count: len(tokens_without(len(lines), count)) <= limit)
     if fewest is not None:
-        return tokens_without(len(lines), [example for example in reference if example in alike[fewest:]])
-    least = len(tokens_without(len(lines), ()))
+        return tokens_without(len(lines), fewest)
+    least = len(tokens_without(len(lines), len(reference)))
     raise PromptTooLong(
         f"the rehearse prompt for {call.name!r} in task {task.task_id!r} has {least} tokens without any conversation "
         f"or example; max_rehearse_prompt is {limit}"
@@ -239,6 +232,27 @@ def _error_result(code: str, message: str, source: str) -> str:
     return json.dumps({ERROR_KEY: {"code": code, "message": message, "details": details}}, ensure_ascii=False)
 
 
+def _question(
+    prompts: Prompts,
+    task: Task,
+    examples: Reference,
+    lines: Sequence[str],
+    shortened: bool,
+    act_text: str,
+    call: ToolCall,
+) -> list[int]:
+    """The REHEARSE prompt that holds just these examples and lines of the conversation."""
+    write = _full_text if prompts.style == "full" else _compact_text
+    text = write(task, examples, lines, shortened, act_text, call)
+    if prompts.thinking:
+        text += "\n/think"
+    return [
+        *prompts.chat.system(FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM, []),
+        *prompts.chat.user(text),
+        *prompts.chat.assistant_prefix(thinking=prompts.thinking),
+    ]
+
+
 def _full_text(
     task: Task, reference: Reference, lines: Sequence[str], shortened: bool, act_text: str, call: ToolCall
 ) -> str:
@@ -266,26 +280,26 @@ def _compact_text(
     return _sections(
         ("TOOLS", [_json(tool) for tool in tools]),
         ("HISTORY", lines),
-        ("EXAMPLES", _example_lines(_most_similar_last(reference, call))),
+        ("EXAMPLES", _example_lines([reference[place] for place in _least_alike_first(reference, call)])),
         ("CALL", [render_call(call)]),
     )
 
 
-def _most_similar_last(reference: Reference, call: ToolCall) -> list[tuple[ToolCall, str]]:
-    """Examples of the called tool go last, those with most arguments in common after the others; else in their order.
+def _least_alike_first(reference: Reference, call: ToolCall) -> list[int]:
+    """Places of the examples: of the called tool last, with most arguments in common after the others; else in order.
 
     A tiny model looks an example up far more easily where it is near.
     """
 
-    def similarity(example: tuple[ToolCall, str]) -> tuple[bool, int]:
-        other = example[0]
+    def similarity(place: int) -> tuple[bool, int]:
+        other = reference[place][0]
         shared = sum(
             name in other.arguments and json_equal(other.arguments[name], value)
             for name, value in call.arguments.items()
         )
         return other.name == call.name, shared
 
-    return sorted(reference, key=similarity)
+    return sorted(range(len(reference)), key=similarity)
 
 
 def _sections(*sections: tuple[str, Sequence[str]]) -> str:

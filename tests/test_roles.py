@@ -190,6 +190,34 @@ def test_truncation_drops_the_fewest_oldest_lines_and_nothing_else(limit, style)
         assert roles.OMITTED_MARKER not in text
 
 
+ANN = ToolCall("balance", {"owner": "ann"}), '{"balance": 5}'
+EXAMPLES = [ANN, (ToolCall("balance", {"owner": "bob"}), '{"balance": 7}'), (CALL, '{"balance": 8}')]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(EXAMPLES), max_size=5), st.floats(0, 1), st.sampled_from(["full", "compact"]))
+def test_no_prompt_exceeds_its_limit_however_often_an_example_stands_in_the_reference(reference, share, style):
+    task = scripted.task(reference=tuple(reference))
+    longest = len(rehearse_prompt(scripted.prompts(style=style), task, MESSAGES, "THE ACT", CALL))
+    least = len(rehearse_prompt(scripted.prompts(style=style), task, [], "THE ACT", CALL, reference=()))
+    prompts = scripted.prompts(style=style, max_rehearse_prompt=least + round(share * (longest - least)))
+    try:
+        tokens = rehearse_prompt(prompts, task, MESSAGES, "THE ACT", CALL)
+    except PromptTooLong:
+        assert prompts.max_rehearse_prompt < least + len(spelled_section(roles.OMITTED_MARKER))
+        return
+    assert len(tokens) <= prompts.max_rehearse_prompt
+
+
+@pytest.mark.parametrize("style", ["full", "compact"])
+def test_of_equal_examples_as_many_stay_as_fit(style):
+    task = scripted.task(reference=(ANN,) * 4)
+    fits = len(rehearse_prompt(scripted.prompts(style=style), task, [], "", CALL, reference=(ANN,) * 3))
+    fits += len(spelled_section(roles.OMITTED_MARKER)) if style == "full" else 0
+    tokens = rehearse_prompt(scripted.prompts(style=style, max_rehearse_prompt=fits), task, MESSAGES, "", CALL)
+    assert CHAT.decode(tokens).count('=> {"balance": 5}') == 3 and len(tokens) <= fits
+
+
 def spelled_section(line: str) -> list[int]:
     return CHAT.encode("\n# Conversation so far\n" + line + "\n")
 
