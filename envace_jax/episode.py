@@ -25,6 +25,7 @@ from envace_jax.roles import (
     PromptTooLong,
     act_prompt,
     canonical_result,
+    check_rehearse_room,
     is_error_result,
     parse_rehearsal,
     rehearse_prompt,
@@ -41,11 +42,11 @@ class Reason(enum.StrEnum):
     REHEARSAL_ERROR = "rehearsal_error"  # a rehearsed result is unreadable or says that the call cannot be executed
     TOOL_ERROR = "tool_error"  # the same from a real tool
     REQUIRED_ITEM = "required_item"  # a checklist item that the next user turn requires was not met
-    LENGTH = "length"  # a response limit, the context limit, or a prompt limit was reached
+    LENGTH = "length"  # what the policy wrote reached a response limit, the context limit or a prompt limit
     ASSISTANT_LIMIT = "assistant_limit"  # as many assistant messages as allowed
     USER_LIMIT = "user_limit"  # as many user turns as allowed
     GENERATION_LIMIT = "generation_limit"  # as many generations, both roles together, as allowed
-    FAULT = "fault"  # something outside the policy failed; written "fault: <type>: <message>"
+    FAULT = "fault"  # something outside the policy failed or cannot fit; written "fault: <type>: <message>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,11 @@ def start(
     *,
     answered_by: Need = Need.REHEARSE,
 ) -> Episode:
-    """The episode before its first assistant message; already over, and masked, where its prompt is too long."""
+    """The episode before its first assistant message; already over, and masked, where its limits cannot hold the task.
+
+    That is decided here for the whole task rather than at the prompt that does not fit: attempts that come so far would
+    be masked, and those that fail earlier scored.
+    """
     if answered_by not in (Need.REHEARSE, Need.RESPONSE):
         raise ValueError(f"answered_by={answered_by} cannot answer tool calls; accepted: REHEARSE, RESPONSE")
     opening: list[Message] = [*task.messages, {"role": "user", "content": task.user_turns[0]}]
@@ -138,7 +143,9 @@ def start(
         turn_start=len(opening) - 1,
     )
     try:
-        return _ask_act(_extend(episode, act_prompt(prompts, task)))
+        prompt = act_prompt(prompts, task)
+        _check_room(episode, len(prompt))
+        return _ask_act(_extend(episode, prompt))
     except PromptTooLong as error:  # the data's or the settings' doing, not the policy's
         return on_fault(episode, error)
 
@@ -240,6 +247,26 @@ def as_trajectory(episode: Episode) -> Trajectory:
     )
 
 
+def _check_room(episode: Episode, prompt_length: int) -> None:
+    """Raises PromptTooLong, naming the setting, where the task alone exceeds a limit, whatever the policy writes.
+
+    `prompt_length` is that of the first ACT prompt, in tokens. Results from outside are not counted: how many calls are
+    made, and of what, is the policy's doing.
+    """
+    limits, task = episode.limits, episode.task
+    later = task.user_turns[1 : limits.user_turns]
+    given = prompt_length + sum(
+        len(episode.prompts.chat.user(text)) + len(_assistant_prefix(episode)) for text in later
+    )
+    if given + limits.act_response > limits.act_context:
+        raise PromptTooLong(
+            f"limits.act_context={limits.act_context} cannot hold the {given} tokens of system text, tools and user "
+            f"turns of task {task.task_id!r} and limits.act_response={limits.act_response}; raise it, or lower that"
+        )
+    if episode.answered_by is Need.REHEARSE:
+        check_rehearse_room(episode.prompts, task)
+
+
 def _take_results(episode: Episode, results: Sequence[str], failure: Reason | None, *, rehearsed: bool) -> Episode:
     if len(results) != len(episode.pending_calls):
         raise ValueError(f"{len(results)} results for {len(episode.pending_calls)} pending calls")
@@ -275,12 +302,22 @@ def _ask_rehearse(episode: Episode, before: Sequence[Message], act_text: str) ->
             rehearse_prompt(episode.prompts, episode.task, before, act_text, call) for call in episode.pending_calls
         ]
     except PromptTooLong:
-        return _end(episode, Reason.LENGTH)
+        return _too_long_to_rehearse(episode)
     requests = tuple(
         Request(Role.REHEARSE, first + position, np.asarray(prompt, np.int32), episode.limits.rehearse_response)
         for position, prompt in enumerate(prompts)
     )
     return dataclasses.replace(episode, needs=Need.REHEARSE, requests=requests)
+
+
+def _too_long_to_rehearse(episode: Episode) -> Episode:
+    """The end where a prompt does not fit: a fault if none could have fitted, else the policy wrote too much."""
+    try:
+        for call in episode.pending_calls:  # `start` looked at one call for all tools
+            check_rehearse_room(episode.prompts, episode.task, call.name)
+    except PromptTooLong as error:
+        return on_fault(episode, error)
+    return _end(episode, Reason.LENGTH)
 
 
 def _end(episode: Episode, reason: str) -> Episode:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from envace_jax.chat import THINK_CLOSE, THINK_OPEN, Chat, render_call
+from envace_jax.chat import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN, Chat, render_call
 from envace_jax.json_values import json_equal
 from envace_jax.types import Json, Message, Task, ToolCall
 
@@ -143,6 +143,30 @@ def rehearse_prompt(
     )
 
 
+def check_rehearse_room(prompts: Prompts, task: Task, name: str | None = None) -> None:
+    """Raises PromptTooLong where REHEARSE prompts of the task do not fit, however little the policy writes.
+
+    `max_rehearse_prompt` must hold the tools and a right call: the longest one that the task's reference makes, or one
+    without arguments to a tool that it does not call. An overlong prompt is the policy's doing only where this much
+    fits. `name` is the tool whose calls are looked at, by default any.
+    """
+    calls = [ToolCall(_function(tool)["name"], {}) for tool in task.tools] + [call for call, _ in task.reference]
+    calls = [call for call in calls if name in (None, call.name)] or [ToolCall("", {})]
+
+    def characters(call: ToolCall) -> int:  # of what differs between the calls; counting every one's tokens takes long
+        asked = _asked(task, call) if prompts.style == "full" else ()
+        return len(render_call(call)) + sum(map(len, asked))
+
+    longest = max(calls, key=characters)
+    message = f"{CALL_OPEN}\n{render_call(longest)}\n{CALL_CLOSE}"
+    least = len(_question(prompts, task, (), (), True, message, longest))
+    if least > prompts.max_rehearse_prompt:
+        raise PromptTooLong(
+            f"prompts.max_rehearse_prompt={prompts.max_rehearse_prompt} cannot hold the {least} tokens that asking for "
+            f"{longest.name!r} in task {task.task_id!r} takes at least; raise it, or shorten the tools' schemas"
+        )
+
+
 def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
     """The smallest count in 0..most that fits, if leaving out more always fits where less does; None if none does."""
     if fits(0):
@@ -256,20 +280,23 @@ def _question(
 def _full_text(
     task: Task, reference: Reference, lines: Sequence[str], shortened: bool, act_text: str, call: ToolCall
 ) -> str:
-    schema = next((tool for tool in map(_function, task.tools) if tool["name"] == call.name), None)
-    asked = [
-        f"Name: {call.name}",
-        f"Schema: {_json(schema) if schema is not None else 'none, no such tool is listed'}",
-        f"Arguments: {_json(dict(call.arguments))}",
-    ]
     conversation = [OMITTED_MARKER, *lines] if shortened else lines
     return _sections(
         ("# Tools", [_json(_function(tool)) for tool in task.tools]),
         ("\n# Example calls and results", _example_lines(reference)),
         ("\n# Conversation so far", conversation),
         ("\n# The assistant's message", [act_text]),
-        ("\n# The call to answer", asked),
+        ("\n# The call to answer", _asked(task, call)),
     )
+
+
+def _asked(task: Task, call: ToolCall) -> list[str]:
+    schema = next((tool for tool in map(_function, task.tools) if tool["name"] == call.name), None)
+    return [
+        f"Name: {call.name}",
+        f"Schema: {_json(schema) if schema is not None else 'none, no such tool is listed'}",
+        f"Arguments: {_json(dict(call.arguments))}",
+    ]
 
 
 def _compact_text(

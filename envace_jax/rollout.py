@@ -77,8 +77,9 @@ def rollout(
       progress: called after every round of the loop.
 
     A fault of a responder or judge (exception, time-out, unreadable result, impossible score) fails its trajectory
-    alone: status "failed", reward nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for
-    attempts below 1 and for a task without user turns.
+    alone, and a task that the limits cannot hold fails all of its own: status "failed", reward nan, reason
+    "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1 and for a task without user
+    turns.
     """
     if attempts < 1:
         raise ValueError(f"attempts={attempts} must be at least 1")

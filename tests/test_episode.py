@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -237,14 +238,70 @@ def test_limits_on_messages_turns_and_generations():
 def test_limits_on_lengths():
     first = len(begin().act_tokens)
     assert begin(act_context=first + 1_000).needs is Need.ACT
-    assert ended(begin(act_context=first + 999)) == "length"
-    too_long = begin(prompts=scripted.prompts(max_act_prompt=first - 1))
-    assert ended(too_long).startswith("fault: PromptTooLong") and too_long.status == "failed"  # the policy did nothing
     # the stream has grown past the context by the second ACT prompt
     episode = act(begin(act_context=first + 1_010), scripted.calling(ANN))
-    assert ended(rehearse(episode, "[]")) == "length"
-    # a rehearse prompt that cannot fit, even without conversation
-    assert ended(act(begin(prompts=scripted.prompts(max_rehearse_prompt=50)), scripted.calling(ANN))) == "length"
+    episode = rehearse(episode, "[]")
+    assert ended(episode) == "length" and as_trajectory(episode).reward == 0.0
+
+
+def masked(episode: Episode) -> str:
+    trajectory = as_trajectory(episode)
+    assert trajectory.status == "failed" and math.isnan(trajectory.reward)
+    return trajectory.reason
+
+
+def test_a_task_that_its_limits_cannot_hold_is_a_fault_from_the_start_and_names_the_setting():
+    first = len(begin().act_tokens)
+    assert "max_act_prompt is" in masked(begin(prompts=scripted.prompts(max_act_prompt=first - 1)))
+    context = first + 999
+    assert f"limits.act_context={context} cannot hold the {first} tokens" in masked(begin(act_context=context))
+    # user turns that come later count, as far as the task is played
+    later = scripted.task(user_turns=("hi", "hi", "hi" * 500), checklist=((), (), ()))
+    assert "limits.act_context=2000" in masked(begin(task=later, act_context=2_000))
+    assert begin(task=later, act_context=2_000, user_turns=2).needs is Need.ACT
+    # no rehearse prompt would fit; where others answer, none is needed
+    prompts = scripted.prompts(max_rehearse_prompt=3)
+    assert "prompts.max_rehearse_prompt=3 cannot hold the" in masked(begin(prompts=prompts))
+    assert begin(prompts=prompts, answered_by=Need.RESPONSE).needs is Need.ACT
+
+
+@pytest.mark.parametrize("style", ["full", "compact"])
+def test_a_rehearse_prompt_that_holds_a_right_call_and_no_more_is_no_fault(style):
+    """Where a right call is rehearsed, what the policy adds to it is scored; where it does not fit, all is masked."""
+    long = scripted.tool("balance", "owner" * 100)
+    long["function"]["description"] = "x" * 500
+    task = scripted.task(tools=(long, scripted.tool("deposit", "owner")))
+
+    def limited(limit: int, **more) -> Episode:
+        return begin(prompts=scripted.prompts(style=style, max_rehearse_prompt=limit), task=task, **more)
+
+    least = int(re.search(r"the (\d+) tokens", masked(limited(3))).group(1))
+    assert f"max_rehearse_prompt={least - 1} cannot hold the {least} tokens" in masked(limited(least - 1))
+    right = act(limited(least), scripted.calling(ANN))
+    assert right.needs is Need.REHEARSE and len(right.requests[0].prompt_tokens) == least
+    wordy = ToolCall("balance", {"owner": "ann", "why": "x" * 100})
+    for written in (scripted.calling(wordy), scripted.calling(ToolCall("y" * 9_000, {}))):
+        trajectory = as_trajectory(act(limited(least), written))
+        assert (trajectory.reason, trajectory.status, trajectory.reward) == ("length", "ok", 0.0)
+    thoughts = act(limited(least), "<think>\n" + "x" * 100 + "\n</think>\n\n" + scripted.calling(ANN))
+    assert ended(thoughts) == "length" if style == "full" else thoughts.needs is Need.REHEARSE
+
+
+def test_a_tool_of_more_tokens_than_the_longest_in_characters_is_still_a_fault():
+    """At the start the longest call in characters stands for all; here another one takes more tokens."""
+    few, many = scripted.tool("few"), scripted.tool("many")
+    few["function"]["description"], many["function"]["description"] = "balance transfer" * 40, "zq" * 300
+    task, full = scripted.task(tools=(few, many), reference=()), {"style": "full"}
+    least = int(
+        re.search(
+            r"the (\d+) tokens that asking for 'few'",
+            masked(begin(prompts=scripted.prompts(**full, max_rehearse_prompt=3), task=task)),
+        ).group(1)
+    )
+    prompts = scripted.prompts(**full, max_rehearse_prompt=least)
+    assert act(begin(prompts=prompts, task=task), scripted.calling(ToolCall("few", {}))).needs is Need.REHEARSE
+    episode = act(begin(prompts=prompts, task=task), scripted.calling(ToolCall("many", {})))
+    assert f"max_rehearse_prompt={least} cannot hold" in masked(episode) and "'many'" in episode.reason
 
 
 def test_required_items_hold_back_the_next_turn_only():
