@@ -7,6 +7,7 @@ record is a ValueError that names the record and the reason.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from envace_jax import json_values
 from envace_jax.types import CheckItem, Json, Message, Task, ToolCall
 
 WEIGHT_TOLERANCE = 1e-6
@@ -58,22 +60,22 @@ class TaskStream:
 def read_tasks(path: str | os.PathLike[str], variant: int = 0) -> list[Task]:
     """All tasks of a JSON lines file, one record a line (empty lines are passed over).
 
-    Raises FileNotFoundError, or ValueError naming the file, the line and the reason.
+    The file is UTF-8, with or without a byte order mark. Raises FileNotFoundError, or ValueError naming the file, the
+    line and the reason.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}; expected JSON lines, one record a line")
     tasks: dict[str, Task] = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # bytes, so that text in another encoding is an error of its line
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # some editors put it there
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line, parse_constant=_refuse_constant)
-            except ValueError as error:
-                raise ValueError(f"{where}: not JSON ({error})") from None
-            try:
+                record = json_values.parse(_decoded(line))
                 task = task_from_record(record, number - 1, variant)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
@@ -83,6 +85,14 @@ def read_tasks(path: str | os.PathLike[str], variant: int = 0) -> list[Task]:
     if not tasks:
         raise ValueError(f"{path}: no records")
     return list(tasks.values())
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{line[error.start]:02x} at place {error.start}"
+        raise ValueError(f"not UTF-8 text ({found}); save the file as UTF-8") from None
 
 
 def write_tasks(path: str | os.PathLike[str], tasks: Iterable[Task]) -> None:
@@ -137,6 +147,7 @@ def task_from_record(record: Mapping[str, Json], index: int, variant: int = 0) -
 
 
 def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
+    json_values.check_writable(record)
     extra = _field(record, "extra_info", dict, "the record")
     tools = _parsed(_field(extra, "tools", str, "extra_info"), "extra_info.tools")
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
@@ -360,11 +371,10 @@ def _is_tool(tool: Json) -> bool:
 
 
 def _parsed(text: str, where: str) -> Json:
+    """The value of a JSON text inside the record. Escapes in it are read only here, so it is checked anew."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json_values.parse(text)
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error})") from None
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON value")
+        raise ValueError(f"{where} is {error}") from None
+    json_values.check_writable(value, where)
+    return value

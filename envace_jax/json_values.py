@@ -1,10 +1,21 @@
-"""JSON as values: when two are equal."""
+"""JSON as values: when two are equal, how a text is read strictly, and what can be written again.
+
+Knows no records, tasks or files: callers say where a value came from.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 
 from envace_jax.types import Json
+
+# Far from Python's recursion limit, so that what was read here can be written, compared and pasted into a prompt
+# anywhere later, whatever the caller's stack.
+MAX_DEPTH = 100
+
+Steps = tuple[str | int, ...]  # member names and list places, from the outermost value inwards
 
 
 def json_equal(left: Json, right: Json) -> bool:
@@ -16,3 +27,64 @@ def json_equal(left: Json, right: Json) -> bool:
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(json_equal, left, right))
     return bool(left == right)
+
+
+def parse(text: str) -> Json:
+    """The value of a JSON text. Raises ValueError, in one line, for all else; NaN and Infinity are not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("not JSON that can be read (nested too deeply)") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+
+
+def check_writable(value: Json, where: str = "") -> None:
+    """Raises ValueError for what JSON can be read into but not written from, naming the place within `where`.
+
+    That is text with a lone surrogate (`"\\ud800"` parses, and neither a file nor a tokenizer takes it), a number
+    beyond the floats (1e999 reads as infinity), and nesting beyond MAX_DEPTH.
+    """
+    # A list of what is still to be seen, not recursion: the value may be nested deeper than Python recurses.
+    unseen: list[tuple[Json, Steps]] = [(value, ())]
+    while unseen:
+        current, steps = unseen.pop()
+        if isinstance(current, str):
+            _check_text(current, where, steps)
+        elif isinstance(current, float) and not math.isfinite(current):
+            raise ValueError(f"{_place(where, steps)}: {current} is not a JSON number")
+        elif isinstance(current, Mapping | list | tuple):
+            if len(steps) >= MAX_DEPTH:
+                raise ValueError(f"{_place(where, steps[:4])}: nested deeper than {MAX_DEPTH} levels")
+            unseen += reversed([(child, (*steps, step)) for step, child in _members(current, where, steps)])
+
+
+def _members(holder: Json, where: str, steps: Steps) -> list[tuple[str | int, Json]]:
+    if not isinstance(holder, Mapping):
+        return list(enumerate(holder))
+    for name in holder:
+        _check_text(name, where, steps, " (the name of a member)")
+    return list(holder.items())
+
+
+def _check_text(text: str, where: str, steps: Steps, part: str = "") -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        place, lone = _place(where, steps) + part, ascii(text[error.start])
+        raise ValueError(f"{place}: {lone} at character {error.start} is a lone surrogate, no character") from None
+
+
+def _place(where: str, steps: Steps) -> str:
+    """`extra_info.messages[0].content`; names that would make that unreadable stand in brackets, escaped."""
+    place = where
+    for step in steps:
+        if isinstance(step, str) and step.isidentifier():
+            place += f".{step}" if place else step
+        else:
+            place += f"[{json.dumps(step)}]"
+    return place or "the value"
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON value")

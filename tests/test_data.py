@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 
 import pytest
 
@@ -142,7 +143,7 @@ CHECKS = [
         ((INFO, "interaction_kwargs", "checklist_list", 0, 1), DROP, "one list of items for each of the 2 user turns"),
         ((INFO, "interaction_kwargs", "checklist_list", 0, 1), [], "the checklist of turn 1 is empty"),
         ((*ITEM, "weight"), 0.7499, "the weights of the checklist of turn 0 sum to 0.9999"),
-        ((*ITEM, "weight"), float("nan"), "sum to nan"),
+        ((*ITEM, "weight"), float("nan"), "checklist_list[0][0][0].weight: nan is not a JSON number"),
         ((*ITEM, "weight"), True, "the weight True is not a number"),
         ((*ITEM, "weight"), "0.75", "weight is of type str"),
         ((*ITEM, "question"), DROP, "checklist of turn 0, item 0 has no field 'question'"),
@@ -178,6 +179,13 @@ def places(value, path=()):
 
 
 PLACES = [path for path in places(authors_record()) if path]
+
+
+def at(path):
+    place = authors_record()
+    for key in path:
+        place = place[key]
+    return place
 
 
 def test_any_damage_at_any_place_gives_a_task_or_a_value_error():
@@ -239,6 +247,83 @@ def test_a_bad_file_is_named_with_its_line(tmp_path):
         with pytest.raises(ValueError) as error:
             read_tasks(path)
         assert "t.jsonl" in str(error.value) and reason in str(error.value)
+
+
+def test_a_file_that_is_no_utf8_is_an_error_of_its_line(tmp_path):
+    path, row = tmp_path / "t.jsonl", json.dumps(authors_record())
+    cases = [
+        (row.encode() + b'\n{"a": "' + "é".encode("latin-1") + b'"}', "line 2: not UTF-8 text (byte 0xe9 at place 7)"),
+        (row.encode("utf-16"), "line 1: not UTF-8 text (byte 0xff at place 0); save the file as UTF-8"),
+        (row.encode("utf-16-le"), "line 1: not JSON"),
+        (row.encode() + b"\n" + row.encode("utf-8-sig"), "line 2: not JSON"),  # a mark that is not at the start
+        (row.encode()[:-40] + b"\xf0\x9f", "line 1: not UTF-8 text (byte 0xf0"),  # cut within a character
+    ]
+    for content, reason in cases:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"t.jsonl, {reason}")):
+            read_tasks(path)
+
+
+def test_a_byte_order_mark_at_the_start_is_passed_over(tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(authors_record()) + "\r\n\r\n", encoding="utf-8-sig", newline="")
+    assert [task.task_id for task in read_tasks(tmp_path / "t.jsonl")] == ["cm2/12"]
+
+
+def test_nesting_that_python_could_not_follow_later_is_an_error_of_its_line(tmp_path):
+    path, deep = tmp_path / "t.jsonl", "[" * 100_000 + "]" * 100_000
+    path.write_text(f'{{"extra_info": {deep}}}')
+    with pytest.raises(ValueError, match="line 1: not JSON that can be read .nested too deeply"):
+        read_tasks(path)
+    for levels, refused in ((90, False), (150, True), (100_000, True)):
+        nested = "[" * levels + "]" * levels
+        call = with_damage((INFO, "messages", 2, "tool_calls", 0, "function", "arguments"), f'{{"a": {nested}}}')
+        tool = with_damage(
+            (INFO, "tools"), json.dumps([TOOL])[:-1] + f', {{"function": {{"name": "f", "x": {nested}}}}}]'
+        )
+        for record, place in ((call, "arguments of balance"), (tool, "extra_info.tools")):
+            if refused:
+                with pytest.raises(
+                    ValueError, match=f"record 0: .*{place}.*nested (deeper than 100 levels|too deeply)"
+                ):
+                    task_from_record(record, 0)
+            else:
+                assert task_from_record(record, 0).reference
+
+
+def test_a_lone_surrogate_anywhere_is_refused_with_its_line_and_place(tmp_path):
+    """It parses, but could be written to no file and hashed under no name: the run would end at some later step."""
+    path = tmp_path / "t.jsonl"
+    texts = [place for place in PLACES if isinstance(at(place), str)]
+    for place in texts:
+        record = with_damage(place, at(place).replace("b", "\ud800", 1) if "b" in at(place) else "x\udfff")
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError) as error:
+            read_tasks(path)
+        named = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
+        assert f"t.jsonl, line 1: record 0: {named}: '\\ud" in str(error.value), str(error.value)
+        assert str(error.value).isascii() and "\n" not in str(error.value)
+    for place, text, named in [
+        ((INFO, "task_id"), "a\ud800", "extra_info.task_id"),
+        (
+            (INFO, "environment"),
+            {"name": "shop", "state": {"a b": ["\ud800"]}},
+            'extra_info.environment.state["a b"][0]',
+        ),
+        (
+            (INFO, "environment"),
+            {"name": "shop", "state": {"\ud800": 1}},
+            "extra_info.environment.state (the name of a",
+        ),
+        ((INFO, "tools"), '[{"function": {"name": "\\ud800"}}]', "extra_info.tools[0].function.name"),
+        (
+            (INFO, "messages", 2, "tool_calls", 0, "function", "arguments"),
+            '{"\\ud800": 1}',
+            "arguments of balance (the",
+        ),
+        ((INFO, "more"), {"n": [0, float("inf")]}, "extra_info.more.n[1]: inf is not a JSON number"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(named)):
+            task_from_record(with_damage(place, text), 3)
 
 
 def numbered(count):
