@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
 
-from envace_jax.models.qwen import QwenConfig
+from envace_jax.models.config import NEUTRAL, QwenConfig
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -75,12 +76,70 @@ def test_config_of_qwen2_and_llama() -> None:
         ({"hidden_size": 0}, "hidden_size is 0; a positive integer"),
         ({"num_key_value_heads": 3}, r"heads \(16\) must be a multiple of kv_heads \(3\)"),
         ({"head_dim": 3}, r"head_dim \(3\) must be even"),
+        ({"use_mrope": True}, "use_mrope is True, which is not supported; accepted is False"),
     ],
 )
 def test_a_field_that_changes_the_maths_is_one_clear_error(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named) as caught:
         QwenConfig.from_hf(QWEN3 | change)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps is None; a positive number is needed"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True; a positive number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; a positive number"),
+        ({"initializer_range": None}, "initializer_range is None; a positive number"),
+        ({"initializer_range": 0}, "initializer_range is 0; a positive number"),
+        ({"initializer_range": 10**400}, "initializer_range is 1000"),
+        ({"rope_theta": [1]}, r"rope_theta is \[1\]; a positive number"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; a positive number"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta is None; a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": True}}, "rope_parameters is {'partial_rotary_factor': True}"),
+        ({"rope_scaling": []}, r"rope_scaling is \[\]; accepted is null or an object"),
+        ({"layer_types": 5}, "layer_types is 5; accepted is null or a list of 'full_attention'"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; accepted is null or a list"),
+        ({"layer_types": [[]]}, r"layer_types holds \[\]"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; accepted is true or false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is None; accepted is true or false"),
+        ({"attention_bias": 0}, "attention_bias is 0; accepted is true or false"),
+        ({"model_type": "qwen2", "attention_bias": "yes"}, "attention_bias is 'yes'; accepted is true or false"),
+        ({"use_sliding_window": 0}, "use_sliding_window is 0, which is not supported; accepted is False"),
+        ({"num_experts": False}, "num_experts is False, which is not supported; accepted is None or 0"),
+        ({"eos_token_id": {}}, "eos_token_id is {}; accepted is null, an integer of at least 0, or a list"),
+        ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; accepted is null, an integer"),
+        ({"eos_token_id": 2.0}, "eos_token_id is 2.0; accepted is null, an integer"),
+        ({"eos_token_id": [1, True]}, r"eos_token_id is \[1, True\]; accepted"),
+        ({"bos_token_id": "1"}, "bos_token_id is '1'; accepted is null or an integer of at least 0"),
+        ({"pad_token_id": -1}, "pad_token_id is -1; accepted is null or an integer of at least 0"),
+        ({"max_position_embeddings": 40960.0}, "max_position_embeddings is 40960.0; a positive integer"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_one_clear_error(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: {named}") as caught:
+        QwenConfig.from_hf(QWEN3 | change)
+    assert "\n" not in str(caught.value)
+
+
+FIELDS = sorted({*QWEN3, *NEUTRAL, "rope_parameters", "layer_types", "pad_token_id", "initializer_range"})
+JUNK = [None, True, False, 0, -1, 1.5, "", "x", [], [None], {}, {"rope_theta": "x"}, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_any_value_of_any_field_gives_a_config_or_one_line(field: str) -> None:
+    kinds = typing.get_type_hints(QwenConfig)
+    for value in JUNK:
+        try:
+            config = QwenConfig.from_hf(QWEN3 | {field: value})
+        except ValueError as error:
+            assert str(error).startswith(("config.json: ", "QwenConfig")) and "\n" not in str(error)
+            continue
+        for name, kind in kinds.items():
+            found = getattr(config, name)
+            allowed = typing.get_args(kind) or (kind,)
+            assert isinstance(found, tuple) if name == "stop_ids" else type(found) in allowed, (name, found)
 
 
 def test_a_config_that_no_model_type_holds_cannot_be_written() -> None:

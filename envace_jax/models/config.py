@@ -7,19 +7,23 @@ the maths in a way the network does not follow is an error, never ignored.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
+
+from envace_jax.json_values import json_equal
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
-# Fields that change the maths, with the values under which they change nothing. A missing field is neutral.
+# Fields that change the maths, with the JSON values under which they change nothing. A missing field is neutral.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
+    "use_mrope": (False,),
     "rope_interleaved": (False,),
-    "partial_rotary_factor": (1, 1.0),
+    "partial_rotary_factor": (1.0,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "moe_intermediate_size": (None, 0),
@@ -27,10 +31,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
     "attention_multiplier": (None,),
 }
 
@@ -100,15 +104,15 @@ class QwenConfig:
             head_dim=_size(config_json, "head_dim", head_dim),
             ffn=_size(config_json, "intermediate_size"),
             rope_theta=_rope_theta(config_json),
-            norm_eps=float(config_json.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(config_json.get("tie_word_embeddings", False)),
+            norm_eps=_number(config_json, "rms_norm_eps", 1e-6),
+            tie_embeddings=_flag(config_json, "tie_word_embeddings"),
             qk_norm=model_type == "qwen3",
             qkv_bias=model_type == "qwen2",
             max_positions=_size(config_json, "max_position_embeddings", 32_768),
-            init_std=float(config_json.get("initializer_range", 0.02)),
-            bos_id=config_json.get("bos_token_id"),
-            stop_ids=_ids(config_json.get("eos_token_id")),
-            pad_id=config_json.get("pad_token_id"),
+            init_std=_number(config_json, "initializer_range", 0.02),
+            bos_id=_id(config_json, "bos_token_id"),
+            stop_ids=_ids(config_json, "eos_token_id"),
+            pad_id=_id(config_json, "pad_token_id"),
         )
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -163,23 +167,26 @@ def parameter_count(config: QwenConfig) -> int:
 def _check_supported(config_json: Mapping[str, Any]) -> None:
     for field, accepted in NEUTRAL.items():
         value = config_json.get(field, accepted[0])
-        if value not in accepted:
+        if not any(json_equal(value, choice) for choice in accepted):
             raise ValueError(
                 f"config.json: {field} is {value!r}, which is not supported; accepted is "
                 + " or ".join(repr(choice) for choice in accepted)
             )
-    if config_json.get("attention_bias") and config_json["model_type"] != "qwen2":
+    if _flag(config_json, "attention_bias") and config_json["model_type"] != "qwen2":
         raise ValueError(
-            f"config.json: attention_bias is {config_json['attention_bias']!r}, which also puts a bias on o_proj and "
-            "is not supported; accepted is False (q/k/v bias alone is model_type 'qwen2')"
+            "config.json: attention_bias is True, which also puts a bias on o_proj and is not supported; accepted is "
+            "False (q/k/v bias alone is model_type 'qwen2')"
         )
-    other = [kind for kind in config_json.get("layer_types") or () if kind != "full_attention"]
+    layer_types = config_json.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise ValueError(f"config.json: layer_types is {layer_types!r}; accepted is null or a list of 'full_attention'")
+    other = [kind for kind in layer_types or () if kind != "full_attention"]
     if other:
         raise ValueError(f"config.json: layer_types holds {other[0]!r}; accepted is only 'full_attention'")
 
 
 def _rope_theta(config_json: Mapping[str, Any]) -> float:
-    theta = config_json.get("rope_theta")
+    theta = _number(config_json, "rope_theta", 10_000.0)  # transformers' default where the file has none
     for field in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
         value = config_json.get(field)
         if value is None:
@@ -187,7 +194,7 @@ def _rope_theta(config_json: Mapping[str, Any]) -> float:
         if not isinstance(value, Mapping):
             raise ValueError(f"config.json: {field} is {value!r}; accepted is null or an object of rope_type 'default'")
         kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default" or value.get("partial_rotary_factor", 1.0) != 1.0:
+        if kind != "default" or not json_equal(value.get("partial_rotary_factor", 1.0), 1.0):
             raise ValueError(
                 f"config.json: {field} is {dict(value)!r}, which is not supported; "
                 "accepted is null or rope_type 'default' over the whole head"
@@ -195,8 +202,8 @@ def _rope_theta(config_json: Mapping[str, Any]) -> float:
         nested = [key for key, entry in value.items() if isinstance(entry, Mapping)]
         if nested:
             raise ValueError(f"config.json: {field} differs by layer ({', '.join(nested)}); accepted is one for all")
-        theta = value.get("rope_theta", theta)
-    return float(10_000.0 if theta is None else theta)  # transformers' default where the file has none
+        theta = _number(value, "rope_theta", theta, f"{field}.")
+    return theta
 
 
 def _size(config_json: Mapping[str, Any], field: str, default: int | None = None) -> int:
@@ -207,5 +214,34 @@ def _size(config_json: Mapping[str, Any], field: str, default: int | None = None
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+def _number(holder: Mapping[str, Any], field: str, default: float, where: str = "") -> float:
+    value = holder.get(field, default)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"config.json: {where}{field} is {value!r}; a positive number is needed")
+    return float(value)
+
+
+def _flag(config_json: Mapping[str, Any], field: str) -> bool:
+    value = config_json.get(field, False)
+    if not isinstance(value, bool):  # the text "false" is true in Python
+        raise ValueError(f"config.json: {field} is {value!r}; accepted is true or false")
+    return value
+
+
+def _id(config_json: Mapping[str, Any], field: str) -> int | None:
+    value = config_json.get(field)
+    if value is not None and not _is_id(value):
+        raise ValueError(f"config.json: {field} is {value!r}; accepted is null or an integer of at least 0")
+    return value
+
+
+def _ids(config_json: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    value = config_json.get(field)
+    values = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(map(_is_id, values)):
+        raise ValueError(f"config.json: {field} is {value!r}; accepted is null, an integer of at least 0, or a list")
+    return values
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
