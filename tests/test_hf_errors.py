@@ -115,6 +115,77 @@ def test_an_untied_checkpoint_that_lacks_its_head_is_named(folder: Path) -> None
         hf.load(folder)
 
 
+def edit_header(folder: Path, change: Any) -> None:
+    """Applies `change` to the header of a file, a dict of tensor name to entry; the bytes after it stay."""
+    content = (folder / WEIGHTS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [-64, 0]},  # bytes of the header
+        {"data_offsets": [64, 0]},
+        {"data_offsets": ["0", "64"]},
+        {"data_offsets": [None, 64]},
+        {"data_offsets": [0.0, 64.0]},
+        {"data_offsets": [False, 64]},
+        {"data_offsets": [0]},
+        {"data_offsets": 64},
+        {"data_offsets": None},
+        {"shape": ["16"]},
+        {"shape": [16.0]},
+        {"shape": [-4, -4]},
+        {"shape": [True, 16]},
+        {"shape": "16"},
+        {"shape": None},
+        {"shape": {}},
+        {"dtype": ["F32"]},
+        {"dtype": None},
+    ],
+)
+def test_a_header_entry_of_the_wrong_kind_is_one_line_with_file_and_tensor(entry: Any, folder: Path) -> None:
+    edit_header(folder, lambda header: header[NORM].update(entry))
+    with pytest.raises(ValueError, match=f"tensor {NORM}: malformed header entry") as caught:
+        hf.load(folder)
+    assert str(folder / WEIGHTS) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", [None, [1], "F32", 5, {}])
+def test_a_header_entry_that_is_no_object_is_one_line(entry: Any, folder: Path) -> None:
+    edit_header(folder, lambda header: header.update({NORM: entry}))
+    with pytest.raises(ValueError, match=f"tensor {NORM}: malformed header entry"):
+        hf.load(folder)
+
+
+DEEP = b"[" * 100_000
+
+
+def test_json_nested_beyond_reading_is_one_line_with_the_file(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(len(DEEP).to_bytes(8, "little") + DEEP)
+    with pytest.raises(ValueError, match="not a safetensors file .its header is no JSON"):
+        hf.load(folder)
+    (folder / hf.INDEX_FILE).write_bytes(DEEP)
+    with pytest.raises(ValueError, match="index.json: no index; it needs an object 'weight_map'"):
+        hf.load(folder)
+    (folder / "config.json").write_bytes(DEEP)
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize("names", [5, None, True, ["model.safetensors"], {}])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_index_whose_files_are_no_texts_is_one_line(names: Any, everywhere: bool, folder: Path) -> None:
+    placed = {name: names if everywhere or name == NORM else WEIGHTS for name in load_file(folder / WEIGHTS)}
+    (folder / hf.INDEX_FILE).write_text(json.dumps({"weight_map": placed}))
+    with pytest.raises(ValueError, match="no index; it needs an object 'weight_map' of tensor name to file name"):
+        hf.load(folder)
+
+
 def damage(folder: Path, how: str) -> Path:
     """Damages one file of a sharded folder and returns it."""
     shard = sorted(folder.glob("model-*.safetensors"))[1]

@@ -100,8 +100,8 @@ def read_config(folder: Path) -> QwenConfig:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing; a Hugging Face model folder holds config.json and *.safetensors")
     try:
-        text = json.loads(file.read_text())
-    except ValueError as error:
+        text = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(text, dict):
         raise ValueError(f"{file}: holds a {type(text).__name__}, not a JSON object")
@@ -118,9 +118,11 @@ def _open(folder: Path) -> list[TensorFile]:
             return [TensorFile(folder / SINGLE_FILE)]
         raise FileNotFoundError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read")
     try:
-        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) for name in placed.values()):
+            raise TypeError
         names = sorted(set(placed.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: no index; it needs an object 'weight_map' of tensor name to file name") from error
     files: dict[str, TensorFile] = {}
     for name in names:

@@ -40,7 +40,7 @@ class TensorFile:
             if name == "__metadata__":
                 continue
             try:
-                kind, shape, (begin, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+                kind, shape, begin, end = _read_entry(entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: tensor {name}: malformed header entry {entry!r}") from error
             if end > size:
@@ -63,6 +63,16 @@ class TensorFile:
         return np.memmap(self.path, DTYPES[kind], "r", self._start + begin, shape)[index]
 
 
+def _read_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, and where the bytes begin and end after the header. Raises what unpacking raises, or ValueError."""
+    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # A negative offset would take bytes of the header for weights; a float or a boolean is no place at all.
+    sizes_are_counts = all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+    if not isinstance(kind, str) or not isinstance(shape, list) or not sizes_are_counts or begin > end:
+        raise ValueError
+    return kind, tuple(shape), begin, end
+
+
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         start = file.read(8)
@@ -74,7 +84,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise ValueError(f"{path}: truncated inside its header ({len(text)} of {length} bytes); copy it again")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a safetensors file (its header is no JSON)") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: not a safetensors file (its header is no JSON object)")
