@@ -112,8 +112,8 @@ def test_a_field_that_changes_the_maths_is_one_clear_error(change: dict[str, Any
         ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; accepted is null, an integer"),
         ({"eos_token_id": 2.0}, "eos_token_id is 2.0; accepted is null, an integer"),
         ({"eos_token_id": [1, True]}, r"eos_token_id is \[1, True\]; accepted"),
-        ({"bos_token_id": "1"}, "bos_token_id is '1'; accepted is null or an integer of at least 0"),
-        ({"pad_token_id": -1}, "pad_token_id is -1; accepted is null or an integer of at least 0"),
+        ({"bos_token_id": "1"}, "bos_token_id is '1'; accepted is null, -1 or an integer of at least 0"),
+        ({"pad_token_id": -2}, "pad_token_id is -2; accepted is null, -1 or an integer of at least 0"),
         ({"max_position_embeddings": 40960.0}, "max_position_embeddings is 40960.0; a positive integer"),
     ],
 )
@@ -140,6 +140,10 @@ def test_any_value_of_any_field_gives_a_config_or_one_line(field: str) -> None:
             found = getattr(config, name)
             allowed = typing.get_args(kind) or (kind,)
             assert isinstance(found, tuple) if name == "stop_ids" else type(found) in allowed, (name, found)
+
+
+def test_a_pad_id_of_minus_one_is_none() -> None:
+    assert QwenConfig.from_hf(QWEN3 | {"pad_token_id": -1}).pad_id is None
 
 
 def test_a_config_that_no_model_type_holds_cannot_be_written() -> None:

@@ -230,8 +230,10 @@ def _flag(config_json: Mapping[str, Any], field: str) -> bool:
 
 def _id(config_json: Mapping[str, Any], field: str) -> int | None:
     value = config_json.get(field)
+    if type(value) is int and value == -1:  # some old Llama conversions write so that there is none
+        return None
     if value is not None and not _is_id(value):
-        raise ValueError(f"config.json: {field} is {value!r}; accepted is null or an integer of at least 0")
+        raise ValueError(f"config.json: {field} is {value!r}; accepted is null, -1 or an integer of at least 0")
     return value
 
 
