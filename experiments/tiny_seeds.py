@@ -1,6 +1,7 @@
 """Trains `configs/tiny.py` with several seeds and prints what training changed: `python experiments/tiny_seeds.py`.
 
-Every seed is the main command in its own folder; a finished one is not run again and an interrupted one continues.
+Every seed is the main command in its own folder: an interrupted one continues, a finished one is only read again, and
+one that was made with other settings is refused.
 Writes `tiny_seeds.json` and `tiny_seeds.png` beside the table. About 10 minutes a seed on two cores.
 """
 
@@ -18,6 +19,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend has to be chosen first
 
+from envace_jax.metrics import write_json_atomic  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 MEASURES = {
     "real_success": "held-out real success, sampled",
@@ -32,23 +35,26 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict:
-    """The summary of one seed, trained now unless it is there."""
-    summary = folder / "summary.json"
-    if not summary.is_file():
-        command = [
-            sys.executable, "-m", "envace_jax.main", f"--config={ROOT / 'configs' / 'tiny.py'}",
-            f"--workdir={folder}", f"--config.seed={seed}", *overrides,
-        ]  # fmt: skip
-        subprocess.run(command, check=True, cwd=ROOT)
-    return json.loads(summary.read_text())
+    """The summary of one seed. The main command decides what is still to be done."""
+    command = [
+        sys.executable, "-m", "envace_jax.main", f"--config={ROOT / 'configs' / 'tiny.py'}",
+        f"--workdir={folder}", f"--config.seed={seed}", *overrides,
+    ]  # fmt: skip
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(f"seed {seed} did not finish; see above")
+    return json.loads((folder / "summary.json").read_text())
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of the 95% interval over seeds (nan for a single seed)."""
+def interval(values: list[float]) -> tuple[float, float | None]:
+    """Mean and half width of the 95% interval over seeds (None for a single seed)."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return mean, float("nan")
+        return mean, None
     return mean, STUDENT[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def shown(value: tuple[float, float | None]) -> str:
+    return f"{value[0]:.3f}" + ("" if value[1] is None else f" ± {value[1]:.3f}")
 
 
 def table(summaries: list[dict]) -> list[dict]:
@@ -94,14 +100,14 @@ def main() -> None:
     rows = table(summaries)
     print(f"\n{len(summaries)} seeds {args.seeds}; mean ± half width of the 95% interval over seeds")
     for row in rows:
-        cells = (f"{row[name][0]:.3f} ± {row[name][1]:.3f}" for name in ("before", "after", "change"))
+        cells = (shown(row[name]) for name in ("before", "after", "change"))
         print("{:34s} {} -> {}   change {}".format(row["measure"], *cells))
     for key in ("seconds", "real_env_calls_in_training"):
         print(f"{key}: {[round(summary[key], 1) for summary in summaries]}")
     args.out.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python experiments/tiny_seeds.py", *sys.argv[1:]])
     result = {"command": command, "seeds": args.seeds, "rows": rows, "summaries": summaries}
-    (args.out / "tiny_seeds.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json_atomic(args.out / "tiny_seeds.json", result)
     draw(rows, args.out / "tiny_seeds.png")
 
 
