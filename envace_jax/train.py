@@ -291,16 +291,15 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task]) -> None:
 
 
 def _decode_cast(config: RunConfig) -> Any:
-    """Casts once per step what the sampler would otherwise cast once per token: the layers.
+    """Casts once per step what the sampler would otherwise cast once per token.
 
-    The embedding and the head stay as they are, since the head's product is float32 in the trainer too.
+    Nothing that the trainer reads at float32 is among it, so both stay the same function.
     """
     if config.model.compute_dtype == config.model.param_dtype:
         return lambda params: params
     dtype = jnp.dtype(config.model.compute_dtype)
-
-    cast = jax.jit(lambda layers: jax.tree.map(lambda leaf: leaf.astype(dtype), layers))
-    return lambda params: params | {"layers": cast(params["layers"])}
+    cast = jax.jit(lambda layers: qwen.cast_matrices({"layers": layers}, dtype)["layers"])
+    return lambda params: params | {"layers": cast(params["layers"])}  # the rest is not copied
 
 
 # --- evaluation, checkpoints, summary ---

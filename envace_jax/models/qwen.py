@@ -20,7 +20,15 @@ from envace_jax.models import attention
 from envace_jax.models.config import QwenConfig, parameter_count
 from envace_jax.types import KVCache, Params, Policy
 
-__all__ = ["QwenConfig", "logical_axes", "make_policy", "param_shapes", "parameter_count", "shardings"]
+__all__ = [
+    "QwenConfig",
+    "cast_matrices",
+    "logical_axes",
+    "make_policy",
+    "param_shapes",
+    "parameter_count",
+    "shardings",
+]
 
 UNROLL_UP_TO = 8  # layers; beyond, a scan keeps compile time flat
 
@@ -151,6 +159,19 @@ def logical_axes(config: QwenConfig) -> Params:
 def shardings(config: QwenConfig, mesh: Mesh) -> Params:
     """A tree like the parameters of `NamedSharding`; a dimension that its mesh axis does not divide stays whole."""
     return sharding.param_shardings(mesh, logical_axes(config), param_shapes(config))
+
+
+def cast_matrices(params: Params, dtype: Any) -> Params:
+    """The parameters with the layers' matrices and biases in `dtype`; everything else as it is.
+
+    Those are what a policy of this compute dtype casts at every use, so it computes the same, bit by bit. Norm scales,
+    the embedding and the head it reads at float32.
+    """
+
+    def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return leaf.astype(dtype) if path[-1].key in ("kernel", "bias") else leaf  # the parameters of `Matrix`
+
+    return params | {"layers": jax.tree_util.tree_map_with_path(cast, params["layers"])}
 
 
 def _unstack(layers: Params, count: int) -> list[Params]:
