@@ -127,8 +127,9 @@ class OptimizerConfig:
 class BatchConfig:
     layout: Literal["packed", "merged", "segment"] = "packed"  # see batching.py
     row_length: int = 20000  # tokens
-    rows_multiple: int = 8  # the number of rows is padded to a multiple of this
-    micro_batch_rows: int = 8  # rows whose activations are alive at once
+    # The next two count for each shard of the batch (mesh.data x mesh.fsdp of them), so they suit every mesh.
+    rows_multiple: int = 1  # the number of rows is padded to a multiple of this
+    micro_batch_rows: int = 1  # rows whose activations are alive at once
     logprob_chunk: int = 1024  # tokens whose logits are alive at once
 
 

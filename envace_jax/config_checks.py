@@ -134,7 +134,5 @@ def _rows(config: RunConfig) -> Iterator[str]:
     shards = mesh.data * mesh.fsdp
     if batch.micro_batch_rows > 0 and batch.rows_multiple % batch.micro_batch_rows:
         yield f"batch.micro_batch_rows: {batch.micro_batch_rows} does not divide rows_multiple={batch.rows_multiple}"
-    if shards > 0:
-        for key in ("batch.micro_batch_rows", "sampler.slots"):
-            if get(config, key) % shards:
-                yield f"{key}: {get(config, key)} is not a multiple of mesh.data x mesh.fsdp = {shards}"
+    if shards > 0 and config.sampler.slots % shards:
+        yield f"sampler.slots: {config.sampler.slots} is not a multiple of mesh.data x mesh.fsdp = {shards}"

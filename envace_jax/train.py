@@ -125,6 +125,7 @@ def iterate(
 ) -> tuple[TrainState, Metrics, list[Trajectory]]:
     """One step of role-wise GRPO from data to updated parameters."""
     config = setup.config
+    shards = sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
     tasks = setup.stream.batch_at(step)
     params = setup.to_decode(state.params)
     trajectories = rollout(
@@ -142,9 +143,9 @@ def iterate(
     )
     batch, batch_stats = make_batch(
         trajectories, advantages, layout=config.batch.layout, row_length=config.batch.row_length,
-        rows_multiple=config.batch.rows_multiple, pad_id=setup.prompts.chat.pad_id,
+        rows_multiple=config.batch.rows_multiple * shards, pad_id=setup.prompts.chat.pad_id,
     )  # fmt: skip
-    batch = deal_rows(batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES))
+    batch = deal_rows(batch, shards)
     device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
     with jax.transfer_guard("disallow"):
         reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
@@ -189,7 +190,7 @@ def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     optimizer = _optimizer(config)
-    step_config = _step_config(config, chat.vocab_size)
+    step_config = _step_config(config, chat.vocab_size, sharding.axis_size(mesh, sharding.BATCH_AXES))
     prompts, limits = _prompts(config, chat), _limits(config)
     setup = Setup(
         config=config, mesh=mesh, model=model, folder=folder, prompts=prompts, limits=limits,
@@ -221,11 +222,11 @@ def _optimizer(config: RunConfig) -> Any:
     )
 
 
-def _step_config(config: RunConfig, vocabulary: int) -> TrainStepConfig:
+def _step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepConfig:
     grpo = config.grpo
     return TrainStepConfig(
         vocab_limit=vocabulary, temperature=config.sampler.temperature,
-        micro_batch_rows=config.batch.micro_batch_rows, logprob_chunk=config.batch.logprob_chunk,
+        micro_batch_rows=config.batch.micro_batch_rows * shards, logprob_chunk=config.batch.logprob_chunk,
         old_logprobs=grpo.old_logprobs, clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip,
         kl_coef=grpo.kl_coef, denominator=grpo.denominator,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -65,6 +66,17 @@ def test_the_8b_config_has_the_authors_settings() -> None:
     assert (run.evaluation.temperature, run.evaluation.top_p) == (0.6, 0.95)
     smaller = from_config_dict(load("qwen3_4b")).limits
     assert (smaller.act_response, smaller.act_context) == (6_000, 16_000)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "tiny"])
+def test_a_mesh_needs_no_other_setting(name: str) -> None:
+    """What the README says for several devices, and the configs' own "set it to your number of devices"."""
+    shown = re.findall(r"--config\.(mesh\.\w+)=(\d+)", (REPOSITORY / "README.md").read_text())
+    assert {key for key, _ in shown} == {"mesh.fsdp", "mesh.tensor"}
+    for mesh in (shown, *([("mesh.fsdp", devices)] for devices in (1, 2, 4, 8, 16))):
+        values = load(name)
+        values.update_from_flattened_dict({key: int(size) for key, size in mesh})
+        from_config_dict(values)
 
 
 def test_library_defaults_are_the_authors_choice() -> None:
