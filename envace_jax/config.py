@@ -210,6 +210,14 @@ def unknown_setting(key: str) -> str | None:
     return f"{key}: unknown setting; {_closest(key, known)}"
 
 
+def unsettable(key: str) -> str | None:
+    """One line about a dotted key that cannot be given a value, being unknown or a group; None for a setting."""
+    inside = [name for name, _ in _flatten(to_json(RunConfig())) if name.startswith(f"{key}.")]
+    if inside:
+        return f"{key}: a group of settings, which has no value of its own; give one to {', '.join(inside)}"
+    return unknown_setting(key)
+
+
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from envace_jax.config import (
     differing_keys,
     from_config_dict,
     to_json,
-    unknown_setting,
+    unsettable,
 )
 from envace_jax.metrics import write_json_atomic
 from envace_jax.sharding import make_mesh
@@ -74,9 +75,11 @@ def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
     try:
         rest = values(list(arguments))
     except flags.Error as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    except (AttributeError, KeyError, TypeError, ValueError, ImportError, SyntaxError) as error:
-        raise ConfigError(f"--config: the file cannot be used: {type(error).__name__}: {error}") from error
+        if "parsing config file" not in str(error):
+            raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(_config_file_problem(arguments, error)) from error
+    except Exception as error:  # the config file is a program: it may raise anything
+        raise ConfigError(_config_file_problem(arguments, error)) from error
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}; settings are given as --config.KEY=VALUE")
     if not values["config"].present:
@@ -170,13 +173,32 @@ def report(error: BaseException, workdir: Path | None) -> None:
         print(f"(where it was raised: {path})", file=sys.stderr)
 
 
+def _config_file_problem(arguments: Sequence[str], error: BaseException) -> str:
+    """One line about what went wrong while the config file ran: the file, the line in it, and the error."""
+    given = re.findall(r"(?m)^--?config[=\n](.*)$", "\n".join(arguments))[-1]  # as --config=FILE or as --config FILE
+    path = Path(given.partition(":")[0]).resolve()
+    chain = [error]  # the flags library raises its own error while it handles the file's
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    where, found = f"--config={given}", chain[-1]
+    for link in chain:
+        frames = traceback.extract_tb(link.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+        if lines:
+            where, found = f"{where}, line {lines[-1]}", link
+            break
+    # ConfigDict's message for an unknown setting goes on to list all there are.
+    text = re.sub(r'Other fields present: "\{.*\}"(\\n)?', "", str(found), flags=re.DOTALL)
+    return f"{where}: the file cannot be used: {type(found).__name__}: {' '.join(text.split())}"
+
+
 def _check_overrides(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for `--config.KEY=...` with an unknown key; the flags library says less about it."""
+    """Raises ConfigError for `--config.KEY=...` that names no setting; the flags library says less about it."""
     problems = []
     for argument in arguments[1:]:
         name = argument.lstrip("-").split("=")[0].removeprefix("no")
         if argument.startswith("-") and name.startswith("config."):
-            problems.append(unknown_setting(name.removeprefix("config.")))
+            problems.append(unsettable(name.removeprefix("config.")))
     if any(problems):
         raise ConfigError("\n".join(problem for problem in problems if problem))
 

@@ -281,6 +281,12 @@ def test_overrides_and_default_workdir(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (("--config=configs/tiny.py", "--config.steps=ten"), "--config.steps=ten: invalid literal for int()"),
         (("--config=configs/tiny.py", "--config.data.attempts=0"), "data.attempts: 0 is too small"),
+        (
+            ("--config=configs/tiny.py", "--config.model=x"),
+            "model: a group of settings, which has no value of its own; ",
+        ),
+        (("--config=configs/tiny.py", "--config.grpo"), "give one to grpo.baseline, grpo.scale, "),
+        (("--config=configs/tiny.py:foo",), "tiny.py:foo: the file cannot be used: TypeError: get_config() takes 0"),
         (("--config=configs/tiny.py", "--wrkdir=x"), "Did you mean: workdir"),
         (("--config=configs/tiny.py", "more"), "unexpected argument 'more'"),
         (("--config=configs/tinny.py",), "--config=configs/tinny.py: no such file; configs holds qwen3_0p6b.py"),
@@ -294,15 +300,33 @@ def test_bad_command_lines(arguments: tuple[str, ...], expected: str, monkeypatc
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["x = 1\n", "def get_config(:\n", "def get_config():\n    return 3\n"])
-def test_unusable_config_files(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DEFAULTS = "from envace_jax.config import default_config_dict\n\ndef get_config():\n    c = default_config_dict()\n    "
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("x = 1\n", "AttributeError: module .* has no attribute 'get_config'"),
+        ("def get_config(:\n", r"SyntaxError: invalid syntax \(broken.py, line 1\)"),
+        ("def get_config():\n    return 3\n", "must return a ConfigDict"),
+        ("import nothing_of_that_name\n", "line 1: .* ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("raise RuntimeError('two\\nlines')\n", "line 1: the file cannot be used: RuntimeError: two lines$"),
+        (DEFAULTS + "c.steps = 'x'\n", "line 5: .* TypeError: Could not override field 'steps'"),
+        (DEFAULTS + "c.steps = 1 / 0\n", "line 5: .* ZeroDivisionError: division by zero$"),
+        (DEFAULTS + "c.steps = steps\n", "line 5: .* NameError: name 'steps' is not defined$"),
+        (DEFAULTS + "c.stepz = 5\n", 'line 5: .*Key "stepz" does not exist .* is locked. Did you mean "steps"'),
+    ],
+)
+def test_unusable_config_files(content: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
         name for name in sys.modules if name.endswith("config_config")
     ]:  # a config read before, under one name
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "broken.py").write_text(content)
-    with pytest.raises(ConfigError, match="--config"):
-        command_line(f"--config={tmp_path / 'broken.py'}")
+    for arguments in ((f"--config={tmp_path / 'broken.py'}",), ("--config", str(tmp_path / "broken.py"))):
+        with pytest.raises(ConfigError, match=expected) as caught:
+            command_line(*arguments)
+        assert str(caught.value).startswith(f"--config={tmp_path / 'broken.py'}") and "\n" not in str(caught.value)
 
 
 def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
