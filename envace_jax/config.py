@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -236,10 +237,15 @@ def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     return lines
 
 
+def local_path(path: str) -> Path:
+    """A path in a setting as one that can be opened; a leading `~` is the home folder."""
+    return Path(os.path.expanduser(path))
+
+
 def model_path(path: str) -> str:
     """A folder or hub id to load from; "asset:NAME" becomes that folder in the package. Raises ConfigError."""
     if not path.startswith(ASSET_PREFIX):
-        return path
+        return str(local_path(path)) if path.startswith("~") else path
     folder = ASSETS / path.removeprefix(ASSET_PREFIX)
     if not folder.is_dir():
         known = sorted(entry.name for entry in ASSETS.iterdir() if entry.is_dir()) if ASSETS.is_dir() else []

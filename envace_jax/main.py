@@ -27,6 +27,7 @@ from envace_jax.config import (
     UserError,
     differing_keys,
     from_config_dict,
+    local_path,
     to_json,
     unsettable,
 )
@@ -36,7 +37,7 @@ from envace_jax.sharding import make_mesh
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"  # where train.run keeps them
 TRACEBACK_FILE = "traceback.txt"
-DEFAULT_CACHE = Path("~/.cache/envace_jax/xla")
+DEFAULT_CACHE = "~/.cache/envace_jax/xla"
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -63,9 +64,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
     """The run's configuration and work folder from a command line. Raises ConfigError saying what is wrong with it."""
+    arguments = [_with_home(argument) for argument in arguments]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file(
-        "config", help_string="The run's settings, a file in configs/.", flag_values=values, sys_argv=list(arguments)
+        "config", help_string="The run's settings, a file in configs/.", flag_values=values, sys_argv=arguments
     )
     flags.DEFINE_string("workdir", "", "Folder of the run's files; by default runs/NAME of the config.", values)
     if any(argument in ("-h", "-help", "--help") for argument in arguments[1:]):
@@ -73,7 +75,7 @@ def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
         raise SystemExit(0)
     _check_overrides(arguments)
     try:
-        rest = values(list(arguments))
+        rest = values(arguments)
     except flags.Error as error:
         if "parsing config file" not in str(error):
             raise ConfigError(str(error).splitlines()[0]) from error
@@ -98,7 +100,7 @@ def use_compilation_cache(setting: str) -> None:
     """Keeps compiled programs between runs in the folder `setting`; "" is the default one, "off" keeps none."""
     if setting == "off":
         return
-    folder = Path(setting or DEFAULT_CACHE).expanduser()
+    folder = local_path(setting or DEFAULT_CACHE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,6 +173,12 @@ def report(error: BaseException, workdir: Path | None) -> None:
         path = workdir / TRACEBACK_FILE
         path.write_text("".join(traceback.format_exception(error)))
         print(f"(where it was raised: {path})", file=sys.stderr)
+
+
+def _with_home(argument: str) -> str:
+    """`--config=~/FILE` and `--workdir=~/FOLDER` with the home folder in place: no shell expands a `~` after a `=`."""
+    name, equals, value = argument.partition("=")
+    return f"{name}={local_path(value)}" if equals and name.lstrip("-") in ("config", "workdir") and value else argument
 
 
 def _config_file_problem(arguments: Sequence[str], error: BaseException) -> str:

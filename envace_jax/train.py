@@ -258,7 +258,7 @@ def _tasks(config: RunConfig) -> tuple[list[Task], tuple[Task, ...], tuple[Task,
     """Training tasks, held-out tasks, and tasks of the domain that training never sees."""
     data, wanted = config.data, config.evaluation
     if data.source != "tiny":
-        tasks = read_tasks(Path(data.source))
+        tasks = read_tasks(configuration.local_path(data.source))
         return (tasks[: data.count] if data.count else tasks), (), ()
     return (
         tiny.tasks(data.split, data.count, data.seed),

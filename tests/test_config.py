@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from envace_jax import batching, config, grpo, main, train_step
+from envace_jax import batching, config, grpo, main, train, train_step
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
+from envace_jax.data import write_tasks
+from envace_jax.envs import tiny
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 
@@ -268,6 +270,20 @@ def test_overrides_and_default_workdir(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.sampler.prefill_rows == (4, 8)
     assert workdir == Path("runs/tiny")
     assert command_line("--config=configs/tiny.py", "--workdir=elsewhere")[1] == Path("elsewhere")
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text((REPOSITORY / "configs" / "tiny.py").read_text())
+    write_tasks(tmp_path / "tasks.jsonl", tiny.tasks("train", 2, 0))
+    none = [f"--config.evaluation.{name}=0" for name in ("heldout_tasks", "unseen_tasks", "fidelity_calls")]
+    run, workdir = command_line("--config=~/mine.py", "--workdir=~/runs/a", "--config.data.source=~/tasks.jsonl", *none)
+    assert workdir == tmp_path / "runs" / "a"
+    assert len(train._tasks(run)[0]) == 2
+    assert config.model_path("~/models/a") == str(tmp_path / "models" / "a")
+    monkeypatch.setattr(main.jax.config, "update", lambda *_: None)
+    main.use_compilation_cache("~/cache")
+    assert (tmp_path / "cache").is_dir()
 
 
 @pytest.mark.parametrize(
