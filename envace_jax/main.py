@@ -32,6 +32,7 @@ from envace_jax.config import (
     unsettable,
 )
 from envace_jax.metrics import write_json_atomic
+from envace_jax.rewards import Reward
 from envace_jax.sharding import make_mesh
 
 CONFIG_FILE = "config.json"
@@ -41,8 +42,11 @@ DEFAULT_CACHE = "~/.cache/envace_jax/xla"
 PACKAGE = Path(__file__).resolve().parent
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, or 2 for bad input."""
+def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
+    """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, or 2 for bad input.
+
+    `reward` is a reward of one's own, for a script that is to have this command's flags.
+    """
     workdir = None
     try:
         config, workdir = read_flags(arguments)
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
         from envace_jax import train  # after the checks, so that a typing mistake is answered at once
 
-        train.run(config, mesh, workdir)
+        train.run(config, mesh, workdir, reward)
     except (ValueError, OSError) as error:
         if not is_message(error):
             raise

@@ -25,13 +25,15 @@ from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.config import ConfigError, RunConfig
-from envace_jax.data import TaskStream, read_tasks
+from envace_jax.data import TaskStream
 from envace_jax.envs import tiny
 from envace_jax.episode import Limits
 from envace_jax.grpo import role_advantages
+from envace_jax.inputs import read_inputs
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, qwen
 from envace_jax.responders import Real, Rehearsed
+from envace_jax.rewards import Reward
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import rollout
@@ -61,7 +63,7 @@ class Setup:
     limits: Limits
     sampler: Sampler
     responder: Rehearsed | Real
-    reward: ChecklistReward
+    reward: Reward
     stream: TaskStream
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
@@ -71,10 +73,10 @@ class Setup:
     to_decode: Any  # parameters as the sampler wants them
 
 
-def run(config: RunConfig, mesh: Mesh, workdir: Path) -> dict[str, Any]:
+def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
     """Trains to `config.steps` and returns what `summary.json` holds. A restart with the same workdir continues."""
     began = time.time()
-    setup, state = build(config, mesh)
+    setup, state = build(config, mesh, reward)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     progress: dict[str, Any] = {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
     if checkpoints.steps():
@@ -178,13 +180,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 # --- setting up ---
 
 
-def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
-    """Loads model, tokenizer and tasks, and makes the compiled steps."""
-    tasks, heldout, unseen = _tasks(config)
-    _check_tasks(config, tasks)
-    folder = hf.resolve(configuration.model_path(config.model.path))
-    chat = load_tokenizer(folder)
-    model, params = hf.load(folder, mesh, dtype=config.model.param_dtype)
+def build(config: RunConfig, mesh: Mesh, reward: Reward | None = None) -> tuple[Setup, TrainState]:
+    """Loads the model and makes the compiled steps; `reward` scores user turns, by program checks if it is None."""
+    reward = ChecklistReward() if reward is None else reward
+    inputs = read_inputs(config, reward)
+    chat = load_tokenizer(inputs.folder)
+    model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
     policy = qwen.make_policy(
         model, mesh=mesh, compute_dtype=config.model.compute_dtype, unroll=config.model.unroll, remat=config.model.remat
     )
@@ -193,12 +194,12 @@ def build(config: RunConfig, mesh: Mesh) -> tuple[Setup, TrainState]:
     step_config = _step_config(config, chat.vocab_size, sharding.axis_size(mesh, sharding.BATCH_AXES))
     prompts, limits = _prompts(config, chat), _limits(config)
     setup = Setup(
-        config=config, mesh=mesh, model=model, folder=folder, prompts=prompts, limits=limits,
+        config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
         sampler=_sampler(config, policy, chat, mesh),
         responder=Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment),
-        reward=ChecklistReward(),
-        stream=TaskStream(tasks, config.data.tasks_per_step, config.data.seed),
-        heldout=heldout, unseen=unseen,
+        reward=reward,
+        stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
+        heldout=inputs.heldout, unseen=inputs.unseen,
         train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
         score_step=make_score_step(policy, step_config, mesh),
         reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
@@ -252,43 +253,6 @@ def _prompts(config: RunConfig, chat: Any) -> Prompts:
 
 def _limits(config: RunConfig) -> Limits:
     return Limits(**dataclasses.asdict(config.limits))
-
-
-def _tasks(config: RunConfig) -> tuple[list[Task], tuple[Task, ...], tuple[Task, ...]]:
-    """Training tasks, held-out tasks, and tasks of the domain that training never sees."""
-    data, wanted = config.data, config.evaluation
-    if data.source != "tiny":
-        tasks = read_tasks(configuration.local_path(data.source))
-        return (tasks[: data.count] if data.count else tasks), (), ()
-    return (
-        tiny.tasks(data.split, data.count, data.seed),
-        tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
-        tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
-    )
-
-
-def _check_tasks(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError for tasks from which nothing could be learned, and says how many cannot be scored."""
-    if len(tasks) < config.data.tasks_per_step:
-        raise ConfigError(
-            f"data.tasks_per_step: {config.data.tasks_per_step} is more than the {len(tasks)} tasks there are"
-        )
-    judged = sum(any(item.check is None for turn in task.checklist for item in turn) for task in tasks)
-    if judged == len(tasks):
-        raise ConfigError(
-            f"data.source: every task of {config.data.source} has checklist items without a program check, which need "
-            "a judge; there is none yet, so none could be scored"
-        )
-    if judged:
-        print(
-            f"{judged} of {len(tasks)} tasks have items that need a judge; turns with one mask the trajectory",
-            flush=True,
-        )
-    if config.rollout.responder == "real":
-        for task in tasks:
-            if task.environment is None:
-                raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
-            envs.load_domain(task.environment["name"])
 
 
 def _decode_cast(config: RunConfig) -> Any:

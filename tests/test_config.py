@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from envace_jax import batching, config, grpo, main, train, train_step
+from envace_jax import batching, config, grpo, inputs, main, train, train_step
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
+from envace_jax.rewards.checklist import ChecklistReward
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 
@@ -276,10 +277,11 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text((REPOSITORY / "configs" / "tiny.py").read_text())
     write_tasks(tmp_path / "tasks.jsonl", tiny.tasks("train", 2, 0))
-    none = [f"--config.evaluation.{name}=0" for name in ("heldout_tasks", "unseen_tasks", "fidelity_calls")]
-    run, workdir = command_line("--config=~/mine.py", "--workdir=~/runs/a", "--config.data.source=~/tasks.jsonl", *none)
+    few = [f"--config.evaluation.{name}=0" for name in ("heldout_tasks", "unseen_tasks", "fidelity_calls")]
+    few.append("--config.data.tasks_per_step=2")
+    run, workdir = command_line("--config=~/mine.py", "--workdir=~/runs/a", "--config.data.source=~/tasks.jsonl", *few)
     assert workdir == tmp_path / "runs" / "a"
-    assert len(train._tasks(run)[0]) == 2
+    assert len(inputs.read_inputs(run, ChecklistReward()).tasks) == 2
     assert config.model_path("~/models/a") == str(tmp_path / "models" / "a")
     monkeypatch.setattr(main.jax.config, "update", lambda *_: None)
     main.use_compilation_cache("~/cache")
@@ -350,6 +352,14 @@ def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: grpo.scales: unknown setting; the closest known: grpo.scale\n"
+
+
+def test_a_script_may_bring_its_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, given = object(), []
+    monkeypatch.setattr(train, "run", lambda *arguments: given.append(arguments[3]))
+    command = ["main", f"--config={REPOSITORY}/configs/tiny.py", f"--workdir={tmp_path}"]
+    assert main.main([*command, "--config.compilation_cache=off"], reward=mine) == 0
+    assert given == [mine]
 
 
 def test_which_errors_are_messages() -> None:

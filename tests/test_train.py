@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, train
+from envace_jax import envs, evaluate, inputs, train
 from envace_jax.config import RunConfig
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
 from envace_jax.metrics import read_json_lines
 from envace_jax.models import qwen
 from envace_jax.responders import Real
+from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.sharding import make_mesh
-from envace_jax.types import Role, ToolCall, Trajectory
+from envace_jax.types import Role, Task, ToolCall, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -53,6 +54,12 @@ def mesh():
 
 def model_bytes(workdir: Path) -> bytes:
     return (workdir / "model" / "model.safetensors").read_bytes()
+
+
+def judged(task: Task) -> Task:
+    """The task without its program checks: only a judge could score it."""
+    items = [tuple(dataclasses.replace(item, check=None) for item in turn) for turn in task.checklist]
+    return dataclasses.replace(task, checklist=tuple(items))
 
 
 def untimed(workdir: Path) -> list[dict]:
@@ -131,10 +138,7 @@ def test_training_on_rehearsal_executes_nothing_and_training_on_the_world_does(m
 def test_masked_trajectories_are_counted_and_not_trained(mesh):
     """A reward that cannot be computed is an outside fault: no loss, no zero."""
     setup, state = train.build(tiny_config(), mesh)
-    judged = [
-        [dataclasses.replace(item, check=None) for item in turn] for turn in setup.stream.batch_at(0)[0].checklist
-    ]
-    broken = dataclasses.replace(setup.stream.batch_at(0)[0], checklist=tuple(map(tuple, judged)))
+    broken = judged(setup.stream.batch_at(0)[0])
 
     class Stream:
         def batch_at(self, step):
@@ -164,13 +168,7 @@ def test_gold_attempts_are_solved_and_the_final_state_counts():
 
 def test_tasks_that_teach_nothing_are_refused_before_a_model_is_loaded(tmp_path, mesh):
     tasks = tiny.tasks("train", 4, 0)
-    judged = [
-        dataclasses.replace(
-            task, checklist=tuple(tuple(dataclasses.replace(i, check=None) for i in turn) for turn in task.checklist)
-        )
-        for task in tasks
-    ]
-    write_tasks(tmp_path / "judged.jsonl", judged)
+    write_tasks(tmp_path / "judged.jsonl", [judged(task) for task in tasks])
     write_tasks(tmp_path / "bare.jsonl", [dataclasses.replace(task, environment=None) for task in tasks])
     none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
     cases = (
@@ -181,6 +179,26 @@ def test_tasks_that_teach_nothing_are_refused_before_a_model_is_loaded(tmp_path,
     for changes, message in cases:
         with pytest.raises(configuration.ConfigError, match=message):
             train.build(tiny_config(**none, **changes, **{"model.path": "no such model"}), mesh)
+
+
+def test_a_reward_of_ones_own_may_score_what_program_checks_cannot(tmp_path):
+    tasks = [judged(task) for task in tiny.tasks("train", 4, 0)]
+    write_tasks(tmp_path / "judged.jsonl", tasks)
+    none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
+    config = tiny_config(**none, **{"data.source": str(tmp_path / "judged.jsonl"), "data.count": 0})
+
+    class Judge:
+        def score_turn(self, task, turn, messages):
+            raise NotImplementedError
+
+    class Choosy(Judge):
+        def can_score(self, task):
+            return False
+
+    assert len(inputs.read_inputs(config, Judge()).tasks) == 4
+    for reward in (ChecklistReward(), Choosy()):
+        with pytest.raises(configuration.ConfigError, match="none could be scored"):
+            inputs.read_inputs(config, reward)
 
 
 def test_agreement_compares_results_of_any_text():

@@ -13,7 +13,10 @@ class RewardUnavailable(RuntimeError):
 
 
 class Reward(Protocol):
-    """Scores user turns; slow rewards answer later, through the future."""
+    """Scores user turns; slow rewards answer later, through the future.
+
+    A reward may also have `can_score(task) -> bool`: a run of tasks none of which it can score is refused at the start.
+    """
 
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
         """Scores a turn from its user message and what followed. An exception in the future masks the trajectory."""

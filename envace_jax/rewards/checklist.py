@@ -30,6 +30,10 @@ class ChecklistReward:
     when every item with `required_for_next_turn` holds. An item whose `dependence` does not hold does not hold either.
     """
 
+    def can_score(self, task: Task) -> bool:
+        """Whether every item of the task has a program check."""
+        return all(item.check is not None for turn in task.checklist for item in turn)
+
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
         future: Future[TurnScore] = Future()
         items = task.checklist[turn]

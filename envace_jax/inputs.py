@@ -1,0 +1,73 @@
+"""What a run reads before anything large is loaded: its tasks and its model's folder, and every reason to refuse them.
+
+Knows no device and no parameters. All that is said here is said within seconds of the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from envace_jax import config as configuration
+from envace_jax import envs
+from envace_jax.config import ConfigError, RunConfig
+from envace_jax.data import read_tasks
+from envace_jax.envs import tiny
+from envace_jax.models import hf
+from envace_jax.rewards import Reward
+from envace_jax.types import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Tasks to train on, held-out tasks, tasks of the domain that training never sees, and the model's folder."""
+
+    tasks: tuple[Task, ...]
+    heldout: tuple[Task, ...]
+    unseen: tuple[Task, ...]
+    folder: Path
+
+
+def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
+    """Reads the tasks and finds the model. Raises ConfigError, ValueError or FileNotFoundError, one line each."""
+    tasks, heldout, unseen = _tasks(config)
+    _check_tasks(config, tasks, reward)
+    folder = hf.resolve(configuration.model_path(config.model.path))
+    return Inputs(tasks, heldout, unseen, folder)
+
+
+def _tasks(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[Task, ...]]:
+    data, wanted = config.data, config.evaluation
+    if data.source != "tiny":
+        tasks = tuple(read_tasks(configuration.local_path(data.source)))
+        return (tasks[: data.count] if data.count else tasks), (), ()
+    return (
+        tuple(tiny.tasks(data.split, data.count, data.seed)),
+        tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
+        tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
+    )
+
+
+def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> None:
+    """Raises ConfigError for tasks from which nothing could be learned, and says how many cannot be scored."""
+    if len(tasks) < config.data.tasks_per_step:
+        raise ConfigError(
+            f"data.tasks_per_step: {config.data.tasks_per_step} is more than the {len(tasks)} tasks there are"
+        )
+    can_score = getattr(reward, "can_score", lambda task: True)  # only some rewards know
+    lost = sum(not can_score(task) for task in tasks)
+    if lost == len(tasks):
+        raise ConfigError(
+            f"data.source: every task of {config.data.source} has checklist items without a program check, which need "
+            "a judge; the checklist reward has none, so none could be scored (a reward of your own may)"
+        )
+    if lost:
+        print(
+            f"{lost} of {len(tasks)} tasks have items that need a judge; turns with one mask the trajectory", flush=True
+        )
+    if config.rollout.responder == "real":
+        for task in tasks:
+            if task.environment is None:
+                raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
+            envs.load_domain(task.environment["name"])
