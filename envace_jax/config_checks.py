@@ -48,6 +48,12 @@ def get(config: Any, key: str) -> Any:
     return config
 
 
+def longest_sequence(config: RunConfig) -> int:
+    """The most tokens that one sequence, prompt and response together, can have."""
+    limits = config.limits
+    return max(limits.act_context, config.prompts.max_rehearse_prompt + limits.rehearse_response)
+
+
 def _single_values(config: RunConfig) -> Iterator[str]:
     for least, keys in AT_LEAST.items():
         for key in keys.split():
@@ -86,7 +92,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
 def _lengths(config: RunConfig) -> Iterator[str]:
     limits, prompts, sampler = config.limits, config.prompts, config.sampler
     rehearse = prompts.max_rehearse_prompt + limits.rehearse_response
-    longest = max(limits.act_context, rehearse)
+    longest = longest_sequence(config)
     if prompts.max_act_prompt + limits.act_response > limits.act_context:
         yield (
             f"limits.act_context: {limits.act_context} is below prompts.max_act_prompt + limits.act_response = "

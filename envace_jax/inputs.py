@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envace_jax import config as configuration
-from envace_jax import envs
+from envace_jax import config_checks, envs
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import read_tasks
 from envace_jax.envs import tiny
@@ -34,6 +34,7 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     tasks, heldout, unseen = _tasks(config)
     _check_tasks(config, tasks, reward)
     folder = hf.resolve(configuration.model_path(config.model.path))
+    _check_positions(config, folder)
     return Inputs(tasks, heldout, unseen, folder)
 
 
@@ -71,3 +72,17 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
             if task.environment is None:
                 raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
             envs.load_domain(task.environment["name"])
+
+
+def _check_positions(config: RunConfig, folder: Path) -> None:
+    """Raises ConfigError where a sequence may be longer than the positions that the model knows.
+
+    Positions restart in every sequence of a packed row, so neither a row nor a slot's cache counts.
+    """
+    positions, longest = hf.read_config(folder).max_positions, config_checks.longest_sequence(config)
+    if longest > positions:
+        raise ConfigError(
+            f"model.path: {folder} knows {positions} positions (max_position_embeddings), and the limits allow "
+            f"sequences of {longest} tokens; lower limits.act_context and prompts.max_rehearse_prompt + "
+            f"limits.rehearse_response to {positions}, or choose another model"
+        )

@@ -201,6 +201,17 @@ def test_a_reward_of_ones_own_may_score_what_program_checks_cannot(tmp_path):
             inputs.read_inputs(config, reward)
 
 
+def test_sequences_beyond_the_models_positions_are_refused(tmp_path):
+    """Only the longest sequence counts: positions restart in a packed row, and a slot may be longer than is used."""
+    base = ROOT / "envace_jax" / "assets" / "tiny_base" / "config.json"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(base.read_text()) | {"max_position_embeddings": 440}))
+    lengths = {"sampler.max_length": 512, "batch.row_length": 600, "model.path": str(tmp_path)}
+    assert inputs.read_inputs(tiny_config(**lengths), ChecklistReward()).folder == tmp_path
+    for longer in ({"limits.act_context": 441}, {"prompts.max_rehearse_prompt": 401}):
+        with pytest.raises(configuration.ConfigError, match=r"knows 440 positions .* sequences of 441 tokens; lower"):
+            inputs.read_inputs(tiny_config(**lengths, **longer), ChecklistReward())
+
+
 def test_agreement_compares_results_of_any_text():
     call = ToolCall("find", {"book": "dune"})
     task = dataclasses.replace(tiny.tasks("train", 1, 0)[0], reference=((call, "Error: not found"),))
