@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,26 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_else(folder: Path, monke
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     hf.save(folder, SMALL, params)
     equal(hf.load(folder)[1], params)
+
+
+def test_a_save_killed_between_its_two_renames_loses_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save first puts back the model that was set aside; one that was already replaced, it removes."""
+    before = (folder / WEIGHTS).read_bytes()
+    aside = folder.with_name(f".{folder.name}.old-4711")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    folder.rename(aside)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "_write_small_files", full)
+        with pytest.raises(OSError, match="no space"):
+            hf.save(folder, SMALL, random_params(SMALL, 1))
+    assert (folder / WEIGHTS).read_bytes() == before
+    shutil.copytree(folder, aside)
+    hf.save(folder, SMALL, random_params(SMALL, 1))
+    assert (folder / WEIGHTS).read_bytes() != before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_save_refuses_what_is_no_model_folder_and_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:

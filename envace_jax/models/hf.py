@@ -234,6 +234,13 @@ def _assemble(
     return jax.make_array_from_callback(shape, place, cached)
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises FileExistsError where `save` would not put a model: at anything but a model folder or an empty one."""
+    target = Path(path)
+    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target}: exists and is not a model folder; give a new path, or that of a model folder")
+
+
 def save(
     path: str | os.PathLike[str],
     config: QwenConfig,
@@ -253,8 +260,7 @@ def save(
     wanted = tensors(config)
     out_dtype = _save_dtype(params, dtype)
     shards = _shards(wanted, out_dtype, max_shard_bytes)
-    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: exists and is not a model folder; give a new path, or that of a model folder")
+    check_target(target)
     source = None if tokenizer_dir is None else Path(tokenizer_dir)
     if source is not None and not (source / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{source / 'tokenizer.json'}: missing; tokenizer_dir must hold tokenizer.json")
@@ -263,8 +269,7 @@ def save(
             _gather(params, tensor)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f".{target.name}.partial-*"):  # of a process that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    _tidy_after_a_kill(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -350,8 +355,23 @@ def _write_small_files(folder: Path, config: QwenConfig, dtype: np.dtype, tokeni
                 shutil.copyfile(tokenizer / name, folder / name)
 
 
+def _tidy_after_a_kill(target: Path) -> None:
+    """Removes what a killed `save` left beside the target. A model set aside comes back if nothing took its place."""
+    for leftover in target.parent.glob(f".{target.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    found = target.parent.glob(f".{target.name}.old-*")
+    for aside in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):  # the newest comes back
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(aside, target)
+
+
 def _move_into_place(partial: Path, target: Path) -> None:
-    """A rename; what stood there is set aside first and removed after, and comes back if the rename fails."""
+    """A rename; what stood there is set aside first and removed after, and comes back if the rename fails.
+
+    Killed between the two renames, it leaves the old model aside, for `_tidy_after_a_kill`.
+    """
     if not target.exists():
         os.replace(partial, target)
         return
@@ -359,7 +379,8 @@ def _move_into_place(partial: Path, target: Path) -> None:
     os.replace(target, aside)
     try:
         os.replace(partial, target)
-    except OSError:
-        os.replace(aside, target)
+    except BaseException:  # Ctrl-C too, which may come right after the rename
+        if not target.exists():
+            os.replace(aside, target)
         raise
     shutil.rmtree(aside)
