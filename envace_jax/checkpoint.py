@@ -32,6 +32,17 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes, so that a save in progress becomes complete whatever ends the run."""
+        try:
+            self.close()
+        except Exception:
+            if kind is None:  # else the error under way says more
+                raise
+
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, oldest first."""
         return sorted(self._manager.all_steps())

@@ -8,7 +8,6 @@ stderr and exit code 2, without a traceback.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -25,18 +24,13 @@ from envace_jax.config import (
     ConfigError,
     RunConfig,
     UserError,
-    differing_keys,
     from_config_dict,
     local_path,
-    to_json,
     unsettable,
 )
-from envace_jax.metrics import write_json_atomic
 from envace_jax.rewards import Reward
 from envace_jax.sharding import make_mesh
 
-CONFIG_FILE = "config.json"
-CHECKPOINTS_FOLDER = "checkpoints"  # where train.run keeps them
 TRACEBACK_FILE = "traceback.txt"
 DEFAULT_CACHE = "~/.cache/envace_jax/xla"
 PACKAGE = Path(__file__).resolve().parent
@@ -52,7 +46,6 @@ def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
         config, workdir = read_flags(arguments)
         use_compilation_cache(config.compilation_cache)
         mesh = prepare_devices(config)
-        claim_workdir(workdir, config)
         print(f"work folder {workdir}", flush=True)
 
         from envace_jax import train  # after the checks, so that a typing mistake is answered at once
@@ -132,30 +125,6 @@ def prepare_devices(config: RunConfig) -> Mesh:
     shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     print(f"mesh {shape}: {mesh.size} of {len(devices)} devices", flush=True)
     return mesh
-
-
-def claim_workdir(workdir: Path, config: RunConfig) -> None:
-    """Makes the work folder and keeps the configuration in it, or checks that the run to continue there has the same.
-
-    Raises ConfigError naming the settings that differ from those the folder's run was started with. A start that never
-    came to a checkpoint (a wrong path, say) binds nobody.
-    """
-    path = workdir / CONFIG_FILE
-    if path.exists() and any(entry.name.isdigit() for entry in (workdir / CHECKPOINTS_FOLDER).glob("*")):
-        try:
-            saved = json.loads(path.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{path}: not JSON; choose another --workdir") from error
-        different = differing_keys(saved, config) if isinstance(saved, dict) else [f"{path} is not an object"]
-        if different:
-            start = f"{workdir} holds a run with other settings; set them back or choose another --workdir:"
-            raise ConfigError("\n".join([start, *different]))
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            write_json_atomic(path, to_json(config))
-    except OSError as error:
-        raise ConfigError(f"--workdir={workdir}: cannot be written: {error.strerror}") from error
 
 
 def is_message(error: BaseException) -> bool:

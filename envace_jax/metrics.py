@@ -78,8 +78,11 @@ class MetricsWriter:
         if not enabled:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, TRAJECTORIES_FILE):
-            drop_lines_after(self.workdir / name, resume_step if resume_step > 0 else -1)
+        names = (METRICS_FILE, TRAJECTORIES_FILE)
+        cut = _cut([self.workdir / name for name in names], resume_step if resume_step > 0 else -1)
+        for path, content in cut.items():  # all are readable, or none is rewritten
+            _write_atomic(path, content)
+        for name in names:
             self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
         if tensorboard:
             from tensorboardX import SummaryWriter  # slow to import, and not needed without it
@@ -186,27 +189,38 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def last_step(path: Path | str) -> int:
+    """The highest step that a JSONL file speaks of, 0 for none. Raises ValueError as `drop_lines_after` does."""
+    return max((step for step, _ in _lines_of_steps(Path(path))), default=0)
+
+
 def drop_lines_after(path: Path | str, step: int) -> None:
     """Rewrites a JSONL file without the lines of steps above `step`, and without a cut-off last line; atomic.
 
     Lines that stay are kept byte by byte. Raises ValueError naming the line when one has no integer "step".
     """
-    path = Path(path)
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    lines = content.split(b"\n")
-    kept = []
+    for file, content in _cut([Path(path)], step).items():
+        _write_atomic(file, content)
+
+
+def _cut(paths: Iterable[Path], step: int) -> dict[Path, bytes]:
+    """What each file should hold that has to change, for `drop_lines_after`."""
+    kept = {path: b"".join(line for number, line in _lines_of_steps(path) if number <= step) for path in paths}
+    return {path: content for path, content in kept.items() if path.exists() and path.read_bytes() != content}
+
+
+def _lines_of_steps(path: Path) -> list[tuple[int, bytes]]:
+    """(step, line) of a JSONL file's lines, their newlines included; a cut-off last line is left out."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    found = []
     for number, line in enumerate(lines):
         record = _record(path, number, line, len(lines))
         if record is None:
             continue
         if type(record.get("step")) is not int:
             raise ValueError(f'{path}, line {number + 1}: no integer "step"; the file is not one of this program')
-        if record["step"] <= step:
-            kept.append(line + b"\n")
-    if b"".join(kept) != content:
-        _write_atomic(path, b"".join(kept))
+        found.append((record["step"], line + b"\n"))
+    return found
 
 
 def _record(path: Path, number: int, line: bytes, count: int) -> dict[str, Any] | None:

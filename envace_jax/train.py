@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, sharding
+from envace_jax import envs, evaluate, sharding, workfolder
 from envace_jax.batching import deal_rows, make_batch
 from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
@@ -74,49 +74,71 @@ class Setup:
 
 
 def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
-    """Trains to `config.steps` and returns what `summary.json` holds. A restart with the same workdir continues."""
+    """Trains to `config.steps` and returns what `summary.json` holds. A restart with the same workdir continues.
+
+    Every refusal comes before the first file is written, and nearly all before the model is loaded.
+    """
     began = time.time()
+    workfolder.check(workdir, config)
     setup, state = build(config, mesh, reward)
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-    progress: dict[str, Any] = {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
-    if checkpoints.steps():
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        del state  # the restored one takes its place in memory
-        restored = checkpoints.restore_latest(shapes)
-        assert restored is not None  # there are steps
-        state, progress = restored
-    earlier_seconds = progress["seconds"]
-    first = progress["step"]
-    if first > config.steps:
-        raise ConfigError(f"steps: {config.steps} is below the {first} steps that {workdir} has done already")
-    with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=first) as writer:
-        writer.start(total=config.steps, done=first)
-        if first == 0:
-            progress["evaluations"].append(_evaluate(setup, state.params, 0, writer))
-        for step in range(first, config.steps):
-            started, executed = time.time(), envs.execution_count()
-            state, metrics, trajectories = iterate(setup, state, step, writer)
-            done, seconds = step + 1, time.time() - started
-            metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
-            writer.write(done, metrics)
-            writer.write_trajectories(done, _samples(trajectories, config))
-            progress["env_calls"] += envs.execution_count() - executed
-            if _due(done, config.evaluation.every, config.steps):
-                progress["evaluations"].append(_evaluate(setup, state.params, done, writer))
-            progress |= {
-                "step": done,
-                "policy_version": done,
-                "tasks_seen": done * config.data.tasks_per_step,
-                "seconds": earlier_seconds + time.time() - began,
-            }
-            if _due(done, config.checkpoint.every, config.steps):
-                checkpoints.save(done, state, progress | {"config": configuration.to_json(config)})
-        checkpoints.close()
-        hf.save(workdir / "model", setup.model, state.params, tokenizer_dir=setup.folder)
-        writer.curves(workdir / "curves.png")
-        summary = summarise(config, progress)
-        write_json_atomic(workdir / "summary.json", summary)
+    with Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep) as checkpoints:
+        state, progress = _resume(checkpoints, state)
+        if progress["step"] > config.steps:
+            raise ConfigError(
+                f"steps: {config.steps} is below the {progress['step']} steps that {workdir} has done already"
+            )
+        began -= progress["seconds"]
+        with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=progress["step"]) as writer:
+            workfolder.claim(workdir, config)
+            writer.start(total=config.steps, done=progress["step"])
+            state = _train(setup, state, progress, began, checkpoints, writer)
+            # The numbers first: they are small, and whatever may go wrong with the export must not cost them.
+            summary = summarise(config, progress)
+            write_json_atomic(workdir / workfolder.SUMMARY_FILE, summary)
+            writer.curves(workdir / workfolder.CURVES_FILE)
+            checkpoints.wait()
+            hf.save(workdir / workfolder.MODEL, setup.model, state.params, tokenizer_dir=setup.folder)
     return summary
+
+
+def _resume(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """State and progress of the newest checkpoint, or those of a run that begins."""
+    if not checkpoints.steps():
+        return state, {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    jax.tree.map(lambda x: x.delete(), state)  # the restored one takes its place in memory
+    restored = checkpoints.restore_latest(shapes)
+    assert restored is not None  # there are steps
+    return restored
+
+
+def _train(
+    setup: Setup, state: TrainState, progress: dict[str, Any], began: float, checkpoints: Checkpoints,
+    writer: MetricsWriter,
+) -> TrainState:  # fmt: skip
+    """The loop from `progress` to the last step. It keeps `progress` up to date; `began` is when step 0 did."""
+    config, first = setup.config, progress["step"]
+    if first == 0:
+        progress["evaluations"].append(_evaluate(setup, state.params, 0, writer))
+    for step in range(first, config.steps):
+        started, executed = time.time(), envs.execution_count()
+        state, metrics, trajectories = iterate(setup, state, step, writer)
+        done, seconds = step + 1, time.time() - started
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+        writer.write(done, metrics)
+        writer.write_trajectories(done, _samples(trajectories, config))
+        progress["env_calls"] += envs.execution_count() - executed
+        if _due(done, config.evaluation.every, config.steps):
+            progress["evaluations"].append(_evaluate(setup, state.params, done, writer))
+        progress |= {
+            "step": done,
+            "policy_version": done,
+            "tasks_seen": done * config.data.tasks_per_step,
+            "seconds": time.time() - began,
+        }
+        if _due(done, config.checkpoint.every, config.steps):
+            checkpoints.save(done, state, progress | {"config": configuration.to_json(config)})
+    return state
 
 
 # --- one iteration ---

@@ -237,20 +237,6 @@ def test_steps_are_fixed_when_the_schedule_is_stretched_over_them() -> None:
     assert differing_keys(to_json(run), longer) == [f"steps: {run.steps} -> {run.steps + 1}"]
 
 
-def test_workdir_is_claimed_once(tmp_path: Path) -> None:
-    run = from_config_dict(load("tiny"))
-    main.claim_workdir(tmp_path / "run", run)
-    main.claim_workdir(tmp_path / "run", dataclasses.replace(run, seed=5))  # nothing to continue yet
-    main.claim_workdir(tmp_path / "run", run)
-    (tmp_path / "run" / "checkpoints" / "20").mkdir(parents=True)
-    before = (tmp_path / "run" / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match=f"holds a run with other settings.*\nseed: {run.seed} -> 7"):
-        main.claim_workdir(tmp_path / "run", dataclasses.replace(run, seed=7))
-    assert (tmp_path / "run" / "config.json").read_bytes() == before
-    main.claim_workdir(tmp_path / "run", dataclasses.replace(run, steps=run.steps + 5))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == run.steps + 5
-
-
 # --- the command line ---
 
 

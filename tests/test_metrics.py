@@ -120,6 +120,14 @@ def test_a_foreign_line_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert path.read_text().endswith('{"stop": 2}\n')
 
 
+def test_a_foreign_file_keeps_a_writer_from_cutting_the_others(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "trajectories.jsonl").write_text("hello\n")
+    with pytest.raises(ValueError, match=r"trajectories\.jsonl, line 1"):
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
 def test_a_disabled_writer_touches_and_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MetricsWriter(tmp_path / "run", enabled=False) as writer:
         writer.start(total=3)

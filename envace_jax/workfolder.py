@@ -1,0 +1,122 @@
+"""The folder of one run: what stands in it, and what a start there may do.
+
+A start that is refused changes no file: `check` and `check_continued` only look, and `claim` comes after every refusal.
+Knows files and settings; no device, task or parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from envace_jax import config as configuration
+from envace_jax.config import ConfigError, RunConfig, differing_keys
+from envace_jax.metrics import METRICS_FILE, TENSORBOARD_FOLDER, TRAJECTORIES_FILE, last_step, write_json_atomic
+from envace_jax.models import hf
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"  # the trained policy
+SUMMARY_FILE = "summary.json"
+CURVES_FILE = "curves.png"
+OUR_GROUPS = ("model", "data", "sampler", "checkpoint")  # by which a run's config.json is known from a model's
+
+
+def steps_done(workdir: Path) -> int:
+    """The step of the newest checkpoint, by its folder's name; 0 without one."""
+    names = [entry.name for entry in (workdir / CHECKPOINTS).glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def check(workdir: Path, config: RunConfig) -> None:
+    """Raises ConfigError, FileExistsError or ValueError where a start would lose what is not this run's.
+
+    A start that never came to a checkpoint (a wrong path, say) binds nobody, as long as it left no results.
+    """
+    _check_base(workdir, config)
+    continued = steps_done(workdir) > 0
+    saved = _saved_settings(workdir / CONFIG_FILE)
+    different = [] if saved is None else differing_keys(saved, config)
+    if continued and different:
+        raise _other_settings(workdir, different)
+    if not continued:
+        _check_no_results(workdir, saved, different)
+    _check_places(workdir, continued)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir}: cannot be written: {error.strerror}") from error
+
+
+def claim(workdir: Path, config: RunConfig) -> None:
+    """Keeps the configuration in the folder, which makes it this run's."""
+    if jax.process_index() == 0:
+        write_json_atomic(workdir / CONFIG_FILE, configuration.to_json(config))
+
+
+def _saved_settings(path: Path) -> dict[str, Any] | None:
+    """The settings that the folder's run was last started with; None without the file."""
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON; choose another --workdir") from error
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(group), dict) for group in OUR_GROUPS):
+        raise ConfigError(f"{path}: not the settings of a run (a model's, maybe); choose another --workdir")
+    return saved
+
+
+def _other_settings(workdir: Path, different: list[str]) -> ConfigError:
+    start = f"{workdir} holds a run with other settings; set them back or choose another --workdir:"
+    return ConfigError("\n".join([start, *different]))
+
+
+def _check_base(workdir: Path, config: RunConfig) -> None:
+    """Raises ConfigError where the run would write over the model that it starts from."""
+    base, target = Path(configuration.model_path(config.model.path)).resolve(), (workdir / MODEL).resolve()
+    if base == workdir.resolve() or target in (base, *base.parents):
+        raise ConfigError(
+            f"model.path: {config.model.path} lies where this run writes its own; choose another --workdir"
+        )
+
+
+def _check_no_results(workdir: Path, saved: Mapping[str, Any] | None, different: list[str]) -> None:
+    """Raises ConfigError where a start from nothing would empty the files of a run that is more than a start."""
+    files = [workdir / name for name in (METRICS_FILE, TRAJECTORIES_FILE)]
+    results = [path for path in files if path.is_file() and path.stat().st_size]
+    reason = ""
+    if (workdir / SUMMARY_FILE).is_file():
+        reason = f"{workdir} holds the results of a finished run without its checkpoints"
+    elif results and (saved is None or different):
+        reason = f"{results[0]} is of a run with other settings, and without a checkpoint"
+    elif results and saved is not None:
+        last, every = last_step(files[0]), saved["checkpoint"].get("every")
+        # Metrics run ahead of a checkpoint that is still being written, but the one after waits for it.
+        if type(every) is int and last > 2 * every:
+            reason = f"{files[0]} reaches step {last}, but there is no checkpoint to continue from"
+    if reason:
+        raise ConfigError(f"{reason}; choose another --workdir, or move what is there away")
+
+
+def _check_places(workdir: Path, continued: bool) -> None:
+    """Raises an error where something else stands in the place of a file or folder of the run."""
+    for name in (METRICS_FILE, TRAJECTORIES_FILE, SUMMARY_FILE, CURVES_FILE):
+        if (workdir / name).is_dir():
+            raise ConfigError(f"{workdir / name}: a folder, where the run writes a file; choose another --workdir")
+    for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
+        if (workdir / name).is_file():
+            raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
+    target = workdir / MODEL
+    hf.check_target(target)
+    # The summary is written before the model, so a model without one is somebody else's.
+    ours = continued and (workdir / SUMMARY_FILE).is_file()
+    if target.exists() and any(target.iterdir()) and not ours:
+        raise ConfigError(f"{target}: a model that this run did not write; move it away or choose another --workdir")

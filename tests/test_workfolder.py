@@ -1,0 +1,172 @@
+"""What a start may do in its work folder: whose folder it is, and that a refused start changes no file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from test_train import tiny_config
+
+from envace_jax import train, workfolder
+from envace_jax.config import RunConfig, to_json
+from envace_jax.metrics import MetricsWriter
+from envace_jax.types import TrainState
+
+NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
+
+
+def small(**changes: Any) -> RunConfig:
+    return tiny_config(**{"data.count": 4, **NONE, **changes})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """The training run without a network: one parameter, to which every step adds 1. Returns what `run` returns."""
+
+    def build(config: RunConfig, *_: Any) -> Any:
+        setup = SimpleNamespace(config=config, model=None, folder=Path("base"))
+        return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
+
+    def iterate(setup: Any, state: TrainState, step: int, writer: Any) -> Any:
+        stepped = TrainState(state.step + 1, {"w": state.params["w"] + 1}, ())
+        return stepped, {"reward": 0.5, "sampled_tokens": 8.0}, []
+
+    def evaluate(setup: Any, params: Any, step: int, writer: Any) -> Any:
+        return {"step": step, "seconds": 0.0, "values": {"w": float(params["w"][0])}}
+
+    def save(path: Path, model: Any, params: Any, tokenizer_dir: Path) -> None:
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(str(float(params["w"][0])))
+
+    monkeypatch.setattr(train, "build", build)
+    monkeypatch.setattr(train, "iterate", iterate)
+    monkeypatch.setattr(train, "_evaluate", evaluate)
+    monkeypatch.setattr(train.hf, "save", save)
+    monkeypatch.setattr(MetricsWriter, "curves", lambda self, path: Path(path).write_bytes(b"png"))
+    return lambda config, workdir=tmp_path / "run": train.run(config, None, workdir)
+
+
+def refused(action: Callable[[], Any], folder: Path, match: str) -> None:
+    """The action raises an error that matches, on one line if it names no list of settings, and changes no file."""
+    before = contents(folder)
+    with pytest.raises((ValueError, OSError), match=match):
+        action()
+    assert contents(folder) == before
+
+
+# --- whose folder it is ---
+
+
+def test_a_folder_is_claimed_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    config, folder = small(), tmp_path / "run"
+    workfolder.check(folder, config)
+    workfolder.claim(folder, config)
+    workfolder.check(folder, dataclasses.replace(config, seed=5))  # nothing to continue yet
+    run(config)
+    other = dataclasses.replace(config, seed=7)
+    refused(lambda: run(other), folder, f"holds a run with other settings.*\nseed: {config.seed} -> 7")
+    run(dataclasses.replace(config, steps=5))
+    assert json.loads((folder / "config.json").read_text())["steps"] == 5
+
+
+def test_lower_steps_are_refused_before_a_file_is_written(run: Callable[..., Any], tmp_path: Path) -> None:
+    run(small(steps=3))
+    refused(lambda: run(small(steps=2)), tmp_path / "run", "steps: 2 is below the 3 steps that .* has done already")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "qwen3"}', '{"model": 1, "data": {}}'])
+def test_a_config_that_is_no_runs_is_left_alone(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    refused(lambda: workfolder.check(tmp_path, small()), tmp_path, r"config\.json: not .*; choose another --workdir")
+
+
+# --- results are not wiped ---
+
+
+def results(folder: Path, config: RunConfig | None, last: int = 1) -> None:
+    """What a run leaves that came to step `last` and has no checkpoint."""
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(to_json(config)))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(last + 1)))
+    (folder / "trajectories.jsonl").write_text('{"step": 1}\n')
+
+
+def test_a_start_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    config = small(**{"checkpoint.every": 2})
+    for last in (0, 2, 4):  # the checkpoint of step 2 may not be complete while steps 3 and 4 are done
+        results(tmp_path, config, last)
+        workfolder.check(tmp_path, config)
+
+
+def test_results_without_checkpoints_are_refused_unless_the_same_start_left_them(tmp_path: Path) -> None:
+    config = small(**{"checkpoint.every": 2})
+    other = dataclasses.replace(config, seed=5)
+    results(tmp_path, config)
+    refused(lambda: workfolder.check(tmp_path, other), tmp_path, r"metrics\.jsonl is of a run with other settings")
+    (tmp_path / "metrics.jsonl").unlink()
+    refused(lambda: workfolder.check(tmp_path, other), tmp_path, r"trajectories\.jsonl is of a run with other")
+    results(tmp_path, config, last=5)
+    refused(lambda: workfolder.check(tmp_path, config), tmp_path, "reaches step 5, but there is no checkpoint")
+    results(tmp_path, config)
+    (tmp_path / "config.json").unlink()
+    refused(lambda: workfolder.check(tmp_path, config), tmp_path, r"metrics\.jsonl is of a run with other settings")
+    (tmp_path / "summary.json").write_text("{}")
+    results(tmp_path, config)
+    refused(lambda: workfolder.check(tmp_path, config), tmp_path, "results of a finished run without its checkpoints")
+
+
+# --- the model is not overwritten, and the numbers do not hang on it ---
+
+
+def test_a_base_model_in_the_work_folder_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "link").symlink_to(model)
+    lies_there = "model.path: .* lies where this run writes its own; choose another --workdir"
+    for path, workdir in ((model, tmp_path), (tmp_path / "link", tmp_path), (model, model)):
+        config = small(**{"model.path": str(path)})
+        refused(lambda config=config, workdir=workdir: train.run(config, None, workdir), tmp_path, lies_there)
+    refused(lambda: train.run(small(), None, tmp_path), tmp_path, "model: a model that this run did not write")
+
+
+def test_a_model_is_replaced_by_the_run_that_wrote_it_only(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(small(steps=1))
+    run(small(steps=2))
+    assert (folder / "model" / "config.json").read_text() == "2.0"
+    (folder / "summary.json").unlink()  # a run that has not come to its end has written no model
+    refused(lambda: run(small(steps=3)), folder, "model: a model that this run did not write")
+
+
+@pytest.mark.parametrize("name", ["model/notes.txt", "curves.png/x", "summary.json/x", "metrics.jsonl/x"])
+def test_what_stands_in_the_way_of_a_file_is_found_at_the_start(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    refused(lambda: train.run(small(), None, tmp_path), tmp_path, str(tmp_path / name.split("/")[0]))
+
+
+def test_a_failed_export_costs_no_numbers(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.hf, "save", full)
+        with pytest.raises(OSError, match="no space"):
+            run(small(steps=2))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["w_after"] == 2.0
+    assert (tmp_path / "run" / "curves.png").is_file()
+    run(small(steps=2))
+    assert (tmp_path / "run" / "model" / "config.json").read_text() == "2.0"
