@@ -64,6 +64,15 @@ class Checkpoints:
         if not self._manager.save(step, args=items, force=True):
             raise CheckpointError(f"{self.folder}: step {step} was not saved")
 
+    def latest_extra(self) -> dict[str, Any] | None:
+        """The `extra` of the newest checkpoint in which it can be read; None without one. No array is read."""
+        for step in reversed(self.steps()):
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+            except Exception:  # `restore_latest` says so
+                continue
+        return None
+
     def restore_latest(self, template: Any) -> tuple[Any, dict[str, Any]] | None:
         """Returns (state, extra) of the newest readable checkpoint, or None when there is none.
 

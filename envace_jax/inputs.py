@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from envace_jax import config as configuration
-from envace_jax import config_checks, envs
+from envace_jax import config_checks, envs, fingerprint
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import read_tasks
 from envace_jax.envs import tiny
@@ -27,6 +28,10 @@ class Inputs:
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     folder: Path
+
+    def fingerprints(self) -> dict[str, Any]:
+        """What a resumed run must find again, as JSON values; the evaluation's tasks may change."""
+        return {"tasks": fingerprint.of_tasks(self.tasks), "model": fingerprint.of_model(self.folder)}
 
 
 def read_inputs(config: RunConfig, reward: Reward) -> Inputs:

@@ -24,12 +24,12 @@ from envace_jax.batching import deal_rows, make_batch
 from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
-from envace_jax.config import ConfigError, RunConfig
+from envace_jax.config import RunConfig
 from envace_jax.data import TaskStream
 from envace_jax.envs import tiny
 from envace_jax.episode import Limits
 from envace_jax.grpo import role_advantages
-from envace_jax.inputs import read_inputs
+from envace_jax.inputs import Inputs, read_inputs
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, qwen
 from envace_jax.responders import Real, Rehearsed
@@ -79,14 +79,17 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
     Every refusal comes before the first file is written, and nearly all before the model is loaded.
     """
     began = time.time()
+    reward = ChecklistReward() if reward is None else reward
     workfolder.check(workdir, config)
-    setup, state = build(config, mesh, reward)
+    inputs = read_inputs(config, reward)
     with Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep) as checkpoints:
+        kept = {"config": configuration.to_json(config), "fingerprints": inputs.fingerprints()}
+        known = checkpoints.latest_extra()
+        if known is not None:
+            workfolder.check_continued(workdir, config, known, kept["fingerprints"])
+        setup, state = build(config, mesh, reward, inputs)
         state, progress = _resume(checkpoints, state)
-        if progress["step"] > config.steps:
-            raise ConfigError(
-                f"steps: {config.steps} is below the {progress['step']} steps that {workdir} has done already"
-            )
+        progress |= kept
         began -= progress["seconds"]
         with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=progress["step"]) as writer:
             workfolder.claim(workdir, config)
@@ -137,7 +140,7 @@ def _train(
             "seconds": time.time() - began,
         }
         if _due(done, config.checkpoint.every, config.steps):
-            checkpoints.save(done, state, progress | {"config": configuration.to_json(config)})
+            checkpoints.save(done, state, progress)
     return state
 
 
@@ -202,10 +205,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 # --- setting up ---
 
 
-def build(config: RunConfig, mesh: Mesh, reward: Reward | None = None) -> tuple[Setup, TrainState]:
-    """Loads the model and makes the compiled steps; `reward` scores user turns, by program checks if it is None."""
+def build(
+    config: RunConfig, mesh: Mesh, reward: Reward | None = None, inputs: Inputs | None = None
+) -> tuple[Setup, TrainState]:
+    """Loads the model and makes the compiled steps.
+
+    `reward` scores user turns, by program checks if it is None; `inputs` are read now if they were not before.
+    """
     reward = ChecklistReward() if reward is None else reward
-    inputs = read_inputs(config, reward)
+    inputs = read_inputs(config, reward) if inputs is None else inputs
     chat = load_tokenizer(inputs.folder)
     model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
     policy = qwen.make_policy(

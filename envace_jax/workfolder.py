@@ -55,6 +55,50 @@ def check(workdir: Path, config: RunConfig) -> None:
         raise ConfigError(f"--workdir={workdir}: cannot be written: {error.strerror}") from error
 
 
+def check_continued(
+    workdir: Path, config: RunConfig, known: Mapping[str, Any], fingerprints: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError where the run of a checkpoint cannot go on: other settings, other inputs, or nothing to do.
+
+    `known` is what the checkpoint keeps beside the state; `fingerprints` are those of the inputs that this start read.
+    """
+    if "fingerprints" not in known:
+        raise ConfigError(f"{workdir}: its checkpoints are of an earlier version; choose another --workdir")
+    different = differing_keys(known["config"], config)
+    if different:
+        raise _other_settings(workdir, different)
+    done, before = known["step"], known["fingerprints"]
+    if done > config.steps:
+        raise ConfigError(f"steps: {config.steps} is below the {done} steps that {workdir} has done already")
+    if done == config.steps:
+        _check_evaluation(workdir, config, known["config"]["evaluation"])
+    otherwise = f"the run in {workdir} began; put back what was there, or choose another --workdir"
+    problems = []
+    if before["tasks"] != fingerprints["tasks"]:
+        problems.append(f"data.source: the tasks of {config.data.source} are not what they were when {otherwise}")
+    names = before["model"].keys() | fingerprints["model"].keys()
+    changed = sorted(name for name in names if before["model"].get(name) != fingerprints["model"].get(name))
+    if changed:
+        problems.append(
+            f"model.path: {', '.join(changed)} of {config.model.path} {'is' if len(changed) == 1 else 'are'} not as "
+            f"when {otherwise}"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_evaluation(workdir: Path, config: RunConfig, before: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a finished run with other evaluation settings: its summary would give the old numbers."""
+    now = configuration.to_json(config)["evaluation"]
+    different = [f"{key}: {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]]
+    different = [line for line in different if not line.startswith("every:")]
+    if different:
+        raise ConfigError(
+            f"evaluation.{different[0]}: the run in {workdir} has done its {config.steps} steps, so nothing would be "
+            "evaluated; set it back, or raise steps"
+        )
+
+
 def claim(workdir: Path, config: RunConfig) -> None:
     """Keeps the configuration in the folder, which makes it this run's."""
     if jax.process_index() == 0:

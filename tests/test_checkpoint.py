@@ -70,6 +70,18 @@ def test_restores_the_newest_bit_by_bit(open_checkpoints: Open) -> None:
     assert found[1] == EXTRA
 
 
+def test_the_newest_readable_extra_is_read_without_the_state(open_checkpoints: Open) -> None:
+    first = open_checkpoints()
+    assert first.latest_extra() is None
+    for step in (1, 2):
+        first.save(step, make_state(step), EXTRA | {"seed": step})
+    first.close()
+    again = open_checkpoints()
+    assert again.latest_extra() == EXTRA | {"seed": 2}
+    shutil.rmtree(again.folder / "2" / "extra")
+    assert open_checkpoints().latest_extra() == EXTRA | {"seed": 1}
+
+
 def test_restores_onto_shapes_alone(open_checkpoints: Open) -> None:
     first = open_checkpoints()
     first.save(1, make_state(1), EXTRA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from test_train import tiny_config
 
 from envace_jax import train, workfolder
 from envace_jax.config import RunConfig, to_json
+from envace_jax.data import write_tasks
+from envace_jax.envs import tiny
 from envace_jax.metrics import MetricsWriter
-from envace_jax.types import TrainState
+from envace_jax.types import Task, TrainState
 
 NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
 
@@ -88,6 +91,68 @@ def test_lower_steps_are_refused_before_a_file_is_written(run: Callable[..., Any
 def test_a_config_that_is_no_runs_is_left_alone(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     refused(lambda: workfolder.check(tmp_path, small()), tmp_path, r"config\.json: not .*; choose another --workdir")
+
+
+# --- a resumed run reads what it read before ---
+
+
+def test_the_checkpoints_own_settings_count_where_config_json_is_gone(run: Callable[..., Any], tmp_path: Path) -> None:
+    config, folder = small(steps=1), tmp_path / "run"
+    run(config)
+    (folder / "config.json").unlink()
+    refused(lambda: run(dataclasses.replace(config, seed=9)), folder, f"other settings.*\nseed: {config.seed} -> 9")
+    run(config)
+
+
+def test_changed_tasks_are_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+    tasks = tiny.tasks("train", 4, 0)
+    first = dataclasses.replace(tasks[0], user_turns=("Something else, please", *tasks[0].user_turns[1:]))
+    file = tmp_path / "tasks.jsonl"
+
+    def config(steps: int) -> RunConfig:
+        return small(**{"data.source": str(file), "data.count": 0, "steps": steps})
+
+    write_tasks(file, tasks)
+    run(config(1))
+    for other in (tasks[::-1], tasks[:3], [_retold(first), *tasks[1:]]):
+        write_tasks(file, other)
+        refused(lambda: run(config(2)), tmp_path, "data.source: the tasks of .* are not what they were when")
+    write_tasks(file, tasks)
+    run(config(2))
+
+
+def _retold(task: Task) -> Task:
+    """The task with its conversation's user messages replaced by its user turns, as a record needs it."""
+    turns = iter(task.user_turns)
+    told = [{**m, "content": next(turns)} if m["role"] == "user" else m for m in task.conversation]
+    return dataclasses.replace(task, conversation=tuple(told))
+
+
+def test_a_changed_model_folder_is_refused_and_the_files_are_named(run: Callable[..., Any], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(Path(train.__file__).parent / "assets" / "tiny_base", base)
+    run(small(**{"model.path": str(base), "steps": 1}))
+    longer = small(**{"model.path": str(base), "steps": 2})
+    weights = base / "model.safetensors"
+    held = weights.read_bytes()
+    flipped = bytearray(held)
+    for place in range(len(held) // 2, len(held)):  # retrained weights: another second half, of the same size
+        flipped[place] ^= 1
+    weights.write_bytes(flipped)
+    (base / "tokenizer_config.json").write_text("{}")
+    named = r"model.path: model\.safetensors, tokenizer_config\.json of .* are not as when"
+    refused(lambda: run(longer), tmp_path, named)
+    weights.write_bytes(held)
+    (base / "tokenizer_config.json").unlink()
+    refused(lambda: run(longer), tmp_path, r"model.path: tokenizer_config\.json of .* is not as when")
+
+
+def test_a_finished_run_has_nothing_to_evaluate(run: Callable[..., Any], tmp_path: Path) -> None:
+    run(small(steps=1))
+    other = {"evaluation.samples": 3}
+    refused(lambda: run(small(steps=1, **other)), tmp_path, "evaluation.samples: 1 -> 3: .* nothing would be evaluated")
+    run(small(steps=1, **{"evaluation.every": 1}))
+    run(small(steps=2, **other))
 
 
 # --- results are not wiped ---
