@@ -2,8 +2,8 @@
 
     python -m envace_jax.main --config=configs/tiny.py [--workdir=FOLDER] [--config.KEY=VALUE ...]
 
-The same command continues a run that was interrupted. It knows no part of the method. Bad input is answered by lines on
-stderr and exit code 2, without a traceback.
+The same command continues a run that was interrupted; Ctrl-C says from which step. It knows no part of the method. Bad
+input is answered by lines on stderr and exit code 2, without a traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_dict, config_flags
 
+from envace_jax import workfolder
 from envace_jax.config import (
     ConfigError,
     RunConfig,
@@ -32,12 +33,14 @@ from envace_jax.rewards import Reward
 from envace_jax.sharding import make_mesh
 
 TRACEBACK_FILE = "traceback.txt"
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; a shell gives 128 + 2, the number of SIGINT
 DEFAULT_CACHE = "~/.cache/envace_jax/xla"
 PACKAGE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
-    """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, or 2 for bad input.
+    """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, 2 for bad input, or
+    130 for Ctrl-C.
 
     `reward` is a reward of one's own, for a script that is to have this command's flags.
     """
@@ -55,7 +58,10 @@ def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
         if not is_message(error):
             raise
         report(error, workdir)
-        return 2
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(stopped(workdir), file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -136,6 +142,14 @@ def is_message(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and PACKAGE in Path(frames[-1].filename).parents and (frames[-1].line or "").startswith("raise")
+
+
+def stopped(workdir: Path | None) -> str:
+    """What to say after Ctrl-C, once a checkpoint that was being written is complete."""
+    step = 0 if workdir is None else workfolder.steps_done(workdir)
+    if not step:
+        return "stopped before the first checkpoint; the same command starts anew"
+    return f"stopped; the same command continues {workdir} from step {step}"
 
 
 def report(error: BaseException, workdir: Path | None) -> None:

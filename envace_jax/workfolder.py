@@ -17,7 +17,6 @@ import jax
 from envace_jax import config as configuration
 from envace_jax.config import ConfigError, RunConfig, differing_keys
 from envace_jax.metrics import METRICS_FILE, TENSORBOARD_FOLDER, TRAJECTORIES_FILE, last_step, write_json_atomic
-from envace_jax.models import hf
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -158,6 +157,8 @@ def _check_places(workdir: Path, continued: bool) -> None:
     for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
         if (workdir / name).is_file():
             raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
+    from envace_jax.models import hf  # slow to import, and the command shows its own errors before it comes here
+
     target = workdir / MODEL
     hf.check_target(target)
     # The summary is written before the model, so a model without one is somebody else's.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from test_train import tiny_config
 
-from envace_jax import train, workfolder
+from envace_jax import main, train, workfolder
 from envace_jax.config import RunConfig, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -91,6 +91,57 @@ def test_lower_steps_are_refused_before_a_file_is_written(run: Callable[..., Any
 def test_a_config_that_is_no_runs_is_left_alone(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     refused(lambda: workfolder.check(tmp_path, small()), tmp_path, r"config\.json: not .*; choose another --workdir")
+
+
+# --- Ctrl-C ---
+
+
+def command(folder: Path) -> list[str]:
+    return ["main", f"--config={folder / 'mine.py'}", f"--workdir={folder / 'run'}", "--config.compilation_cache=off"]
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [(0, "stopped before the first checkpoint; the same command starts anew"), (2, "continues {run} from step 2")],
+)
+def test_ctrl_c_is_one_line_and_the_checkpoint_under_way_becomes_complete(
+    at: int, said: str, run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "mine.py").write_text(
+        "import test_workfolder\n"
+        "from envace_jax.config import default_config_dict\n"
+        "from envace_jax.config import to_json\n\n"
+        "def get_config():\n"
+        "    config = default_config_dict()\n"
+        "    config.update(to_json(test_workfolder.small(steps=4)))\n"
+        "    return config\n"
+    )
+    whole = train.iterate
+
+    def interrupted(setup: Any, state: TrainState, step: int, writer: Any) -> Any:
+        if step == at:
+            raise KeyboardInterrupt
+        return whole(setup, state, step, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "iterate", interrupted)
+        assert main.main(command(tmp_path)) == 130
+    error = capsys.readouterr().err
+    assert error.endswith(said.format(run=tmp_path / "run") + "\n") and error.count("\n") == 1
+    assert main.main(command(tmp_path)) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["w_after"] == 4.0
+
+
+def test_ctrl_c_before_there_is_a_work_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "read_flags", interrupted)
+    assert main.main(["main"]) == 130
+    assert capsys.readouterr().err.startswith("stopped before the first checkpoint")
 
 
 # --- a resumed run reads what it read before ---
