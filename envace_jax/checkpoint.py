@@ -30,7 +30,9 @@ class Checkpoints:
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
         self.folder = Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        # Named here, or a restarted run could not look at a checkpoint without restoring it (and Orbax would warn).
+        handlers = {"state": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -186,8 +186,9 @@ def test_a_checkpoint_of_another_model_is_an_error(open_checkpoints: Open) -> No
     checkpoints = open_checkpoints()
     checkpoints.save(1, make_state(1), EXTRA)
     checkpoints.wait()
-    with pytest.raises(CheckpointError, match=r"kernel is float32\[4, 6\], saved as float32\[4, 5\]"):
-        checkpoints.restore_latest(make_state(0, width=6))
+    for again in (checkpoints, open_checkpoints()):  # in the run itself, and after a restart
+        with pytest.raises(CheckpointError, match=r"kernel is float32\[4, 6\], saved as float32\[4, 5\]"):
+            again.restore_latest(make_state(0, width=6))
     smaller = TrainState(jnp.int32(0), {"norm": jnp.zeros(5)}, ())
     with pytest.raises(CheckpointError, match=r"holds 8 arrays, this run has 2"):
         checkpoints.restore_latest(smaller)
