@@ -33,7 +33,7 @@ def steps_done(workdir: Path) -> int:
 
 
 def check(workdir: Path, config: RunConfig) -> None:
-    """Raises ConfigError, FileExistsError or ValueError where a start would lose what is not this run's.
+    """Raises ConfigError, or ValueError for unreadable metrics, where a start would lose what is not this run's.
 
     A start that never came to a checkpoint (a wrong path, say) binds nobody, as long as it left no results.
     """
@@ -150,18 +150,16 @@ def _check_no_results(workdir: Path, saved: Mapping[str, Any] | None, different:
 
 
 def _check_places(workdir: Path, continued: bool) -> None:
-    """Raises an error where something else stands in the place of a file or folder of the run."""
+    """Raises ConfigError where something else stands in the place of a file or folder of the run."""
     for name in (METRICS_FILE, TRAJECTORIES_FILE, SUMMARY_FILE, CURVES_FILE):
         if (workdir / name).is_dir():
             raise ConfigError(f"{workdir / name}: a folder, where the run writes a file; choose another --workdir")
     for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
         if (workdir / name).is_file():
             raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
-    from envace_jax.models import hf  # slow to import, and the command shows its own errors before it comes here
-
     target = workdir / MODEL
-    hf.check_target(target)
     # The summary is written before the model, so a model without one is somebody else's.
-    ours = continued and (workdir / SUMMARY_FILE).is_file()
-    if target.exists() and any(target.iterdir()) and not ours:
-        raise ConfigError(f"{target}: a model that this run did not write; move it away or choose another --workdir")
+    ours = continued and (workdir / SUMMARY_FILE).is_file() and (target / "config.json").is_file()
+    empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not empty and not ours:
+        raise ConfigError(f"{target}: not a model that this run wrote; move it away or choose another --workdir")

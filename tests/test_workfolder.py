@@ -253,7 +253,7 @@ def test_a_base_model_in_the_work_folder_is_refused_at_the_start(tmp_path: Path)
     for path, workdir in ((model, tmp_path), (tmp_path / "link", tmp_path), (model, model)):
         config = small(**{"model.path": str(path)})
         refused(lambda config=config, workdir=workdir: train.run(config, None, workdir), tmp_path, lies_there)
-    refused(lambda: train.run(small(), None, tmp_path), tmp_path, "model: a model that this run did not write")
+    refused(lambda: train.run(small(), None, tmp_path), tmp_path, "model: not a model that this run wrote")
 
 
 def test_a_model_is_replaced_by_the_run_that_wrote_it_only(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_model_is_replaced_by_the_run_that_wrote_it_only(run: Callable[..., An
     run(small(steps=2))
     assert (folder / "model" / "config.json").read_text() == "2.0"
     (folder / "summary.json").unlink()  # a run that has not come to its end has written no model
-    refused(lambda: run(small(steps=3)), folder, "model: a model that this run did not write")
+    refused(lambda: run(small(steps=3)), folder, "model: not a model that this run wrote")
 
 
 @pytest.mark.parametrize("name", ["model/notes.txt", "curves.png/x", "summary.json/x", "metrics.jsonl/x"])

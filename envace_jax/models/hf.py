@@ -234,13 +234,6 @@ def _assemble(
     return jax.make_array_from_callback(shape, place, cached)
 
 
-def check_target(path: str | os.PathLike[str]) -> None:
-    """Raises FileExistsError where `save` would not put a model: at anything but a model folder or an empty one."""
-    target = Path(path)
-    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: exists and is not a model folder; give a new path, or that of a model folder")
-
-
 def save(
     path: str | os.PathLike[str],
     config: QwenConfig,
@@ -260,7 +253,8 @@ def save(
     wanted = tensors(config)
     out_dtype = _save_dtype(params, dtype)
     shards = _shards(wanted, out_dtype, max_shard_bytes)
-    check_target(target)
+    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target}: exists and is not a model folder; give a new path, or that of a model folder")
     source = None if tokenizer_dir is None else Path(tokenizer_dir)
     if source is not None and not (source / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{source / 'tokenizer.json'}: missing; tokenizer_dir must hold tokenizer.json")
