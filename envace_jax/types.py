@@ -123,10 +123,14 @@ class Trajectory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every slot. Slot b holds positions 0 .. lengths[b]-1."""
+    """Keys and values of B sequences. Sequence b holds positions 0 .. lengths[b]-1.
 
-    k: jax.Array  # [L, B, S, K, H]
-    v: jax.Array  # [L, B, S, K, H]
+    The layout of k and v is the policy's: stacked [L, B, S, K, H] where it scans its layers; where they are written
+    out, an array for each layer, k [B, K, H, S] and v [B, K, S, H], as a single query reads them fastest.
+    """
+
+    k: Any
+    v: Any
     lengths: jax.Array  # i32[B]
 
 

@@ -6,6 +6,7 @@ Knows no parameters. Shape letters as in `types.py`; N query heads, G = N / K qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from envace_jax.types import KVCache
 
+KeyValue = tuple[jax.Array, jax.Array]
 MASKED = -1e30  # finite, so that a row without any allowed key stays finite in value and gradient
 QUERY_BLOCK = 128
 MAX_QUERY_BLOCKS = 16  # of one row, to bound what is compiled
@@ -86,44 +88,100 @@ def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.A
         yield _partial(_group(block, k.shape[2]), k[:, :end], v[:, :end], mask[:, None, None]), block
 
 
-def attend_cached(q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array | int) -> jax.Array:
-    """Token i of row b reads slots below cache.lengths[b] of `layer`, and new tokens up to itself.
+def attend_cached(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, slots: int, read: Callable[[jax.Array, int], KeyValue]
+) -> jax.Array:
+    """Token i of row b reads cached positions below lengths[b], and new tokens up to itself.
 
-    q [B,T,N,H]; k, v [B,T,K,H] of the new tokens -> [B,T,N,H]. Real tokens are a prefix of the row, so the causal mask
-    alone keeps padding out. The cache is only read here, block by block as far as the longest row reaches, so an
-    allocated but unused slot costs nothing; new keys and values are written once for all layers (`write_cache`), which
-    leaves the cache in place inside a loop.
+    q [B,T,N,H]; k, v [B,T,K,H] of the new tokens; `read(start, size)` gives cached keys and values [B,size,K,H] of
+    `slots` positions in all -> [B,T,N,H]. Real tokens are a prefix of the row, so the causal mask alone keeps padding
+    out. The cache is read block by block as far as the longest row reaches, so an unused position costs nothing.
     """
-    rows, slots = cache.k.shape[1:3]
     size = min(CACHE_BLOCK, slots)
     grouped = _group(q, k.shape[2])
-
-    def read(array: jax.Array, start: jax.Array) -> jax.Array:
-        piece = jax.lax.dynamic_slice(array, (layer, 0, start, 0, 0), (1, rows, size, *array.shape[3:]))
-        return piece[0].astype(q.dtype)
 
     def add_block(index: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
         start = jnp.minimum(index * size, slots - size)  # the last block may overlap the one before it
         at = start + jnp.arange(size)
-        mask = (at[None, :] >= index * size) & (at[None, :] < cache.lengths[:, None])
-        return _join(part, _partial(grouped, read(cache.k, start), read(cache.v, start), mask[:, None, None, None]))
+        mask = (at[None, :] >= index * size) & (at[None, :] < lengths[:, None])
+        keys, values = read(start, size)
+        block = _partial(grouped, keys.astype(q.dtype), values.astype(q.dtype), mask[:, None, None, None])
+        return _join(part, block)
 
     parts = [part for part, _ in _causal_blocks(q, k, v, None)]
     new = jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=3), *parts)
-    blocks = (jnp.minimum(cache.lengths.max(), slots) + size - 1) // size
+    blocks = (jnp.minimum(lengths.max(), slots) + size - 1) // size
     return _finish(jax.lax.fori_loop(0, blocks, add_block, new), q)
 
 
-def write_cache(cache: KVCache, k: jax.Array, v: jax.Array, valid: jax.Array) -> KVCache:
+# --- a cache that is one array for all layers: k, v [L, B, S, K, H] ---
+
+
+def stacked_reader(cache: KVCache, layer: jax.Array | int) -> Callable[[jax.Array, int], KeyValue]:
+    """For `attend_cached`: keys and values of one layer, only read; `write_stacked` writes all layers at once after."""
+
+    def read(start: jax.Array, size: int) -> KeyValue:
+        def piece(array: jax.Array) -> jax.Array:
+            shape = (1, array.shape[1], size, *array.shape[3:])
+            return jax.lax.dynamic_slice(array, (layer, 0, start, 0, 0), shape)[0]
+
+        return piece(cache.k), piece(cache.v)
+
+    return read
+
+
+def write_stacked(cache: KVCache, k: jax.Array, v: jax.Array, valid: jax.Array) -> KVCache:
     """Writes new keys and values [L, B, T, K, H] where valid bool[B, T], at lengths[b] + i; lengths grow by the valid.
 
-    Padded tokens, and tokens beyond the last slot, are dropped.
+    Padded tokens, and tokens beyond the last position, are dropped.
     """
-    rows = jnp.arange(valid.shape[0])[:, None]
-    slots = cache.lengths[:, None] + jnp.arange(valid.shape[1])[None, :]
-    slots = jnp.where(valid, slots, cache.k.shape[2])  # out of bounds: dropped
+    rows, places = _places(cache.lengths, valid, cache.k.shape[2])
     return KVCache(
-        k=cache.k.at[:, rows, slots].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[:, rows, slots].set(v.astype(cache.v.dtype), mode="drop"),
+        k=cache.k.at[:, rows, places].set(k.astype(cache.k.dtype), mode="drop"),
+        v=cache.v.at[:, rows, places].set(v.astype(cache.v.dtype), mode="drop"),
         lengths=cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype),
     )
+
+
+def _places(lengths: jax.Array, valid: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    rows = jnp.arange(valid.shape[0])[:, None]
+    places = lengths[:, None] + jnp.arange(valid.shape[1])[None, :]
+    return rows, jnp.where(valid, places, slots)  # out of bounds: dropped
+
+
+# --- a cache of an array for each layer: k [B, K, H, S] and v [B, K, S, H], as a single query's products want them ---
+
+
+def layer_reader(k: jax.Array, v: jax.Array) -> Callable[[jax.Array, int], KeyValue]:
+    """For `attend_cached`: keys and values of a layer's own arrays."""
+
+    def read(start: jax.Array, size: int) -> KeyValue:
+        keys = jax.lax.dynamic_slice_in_dim(k, start, size, axis=3).transpose(0, 3, 1, 2)
+        return keys, jax.lax.dynamic_slice_in_dim(v, start, size, axis=2).transpose(0, 2, 1, 3)
+
+    return read
+
+
+def write_layer(
+    k: jax.Array, v: jax.Array, new_k: jax.Array, new_v: jax.Array, lengths: jax.Array, valid: jax.Array
+) -> KeyValue:
+    """A layer's arrays with new keys and values [B, T, K, H] at lengths[b] + i where valid; the rest is dropped."""
+    rows, places = _places(lengths, valid, v.shape[2])
+    return (
+        k.at[rows, :, :, places].set(new_k.astype(k.dtype), mode="drop"),
+        v.at[rows, :, places].set(new_v.astype(v.dtype), mode="drop"),
+    )
+
+
+def attend_one(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    """One new token a row, whose key and value are written already: it reads positions up to lengths[b].
+
+    q [B,1,N,H]; k [B,K,H,S], v [B,K,S,H] -> [B,1,N,H].
+    """
+    grouped = _group(q, k.shape[1])[:, 0]
+    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    mask = jnp.arange(v.shape[2])[None, :] <= lengths[:, None]
+    scores = jnp.where(mask[:, None, None], scores * (q.shape[-1] ** -0.5), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgs,bksh->bkgh", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype).reshape(q.shape)

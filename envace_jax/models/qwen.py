@@ -208,30 +208,50 @@ class _Network:
         config, ends = self.config, self._ends(params)
         x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
         cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
+        valid = sequence_ids != 0
 
         def body(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
+            """One layer; `inputs[1]` is its number where the cache is stacked, its own (k, v) where it is not."""
             layer = nnx.merge(self.layer_definition, inputs[0])
             query, key, value = layer.project(x, cos, sin)
             if cache is None:
                 attended, new = attention.attend(query, key, value, sequence_ids), None
+            elif self.written_out:
+                attended, new = self._attend_layer(query, key, value, inputs[1], cache.lengths, valid)
             else:
-                attended = attention.attend_cached(query, key, value, cache, inputs[1])
-                new = (key, value)
+                read, new = attention.stacked_reader(cache, inputs[1]), (key, value)
+                attended = attention.attend_cached(query, key, value, cache.lengths, cache.k.shape[2], read)
             return self._rows(layer.finish(x, attended)), new
 
         if self.remat is not None:
             body = jax.checkpoint(body, policy=self.remat, prevent_cse=self.written_out)
-        if cache is None and self.written_out:
-            for layer in _unstack(params["layers"], config.layers):
-                x, _ = body(x, (layer, 0))
-        else:
-            # With a cache always a scan: its one loop reads the cache before the write below, so XLA updates in place.
-            # Written out, the last layer's write can be scheduled before its read, which costs a copy of the cache.
+        if not self.written_out:
+            # The cache is only read in the loop and written once after it, so that XLA updates it in place.
             x, new = jax.lax.scan(body, x, (params["layers"], jnp.arange(config.layers)))
             if cache is not None:
                 keys, values = new
-                cache = attention.write_cache(cache, keys, values, sequence_ids != 0)
+                cache = attention.write_stacked(cache, keys, values, valid)
+            return ends.norm(x), cache
+        written = []
+        own = [None] * config.layers if cache is None else list(zip(cache.k, cache.v, strict=True))
+        for layer, cached in zip(_unstack(params["layers"], config.layers), own, strict=True):
+            x, new = body(x, (layer, cached))
+            written.append(new)
+        if cache is not None:
+            keys, values = zip(*written, strict=True)
+            cache = KVCache(keys, values, cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype))
         return ends.norm(x), cache
+
+    def _attend_layer(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, own: Any, lengths: jax.Array, valid: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Attention over a layer's own cached keys and values, and those with the new ones written."""
+        old_keys, old_values = own
+        keys, values = attention.write_layer(old_keys, old_values, key, value, lengths, valid)
+        if query.shape[1] == 1:
+            return attention.attend_one(query, keys, values, lengths), (keys, values)
+        read = attention.layer_reader(old_keys, old_values)
+        return attention.attend_cached(query, key, value, lengths, old_values.shape[2], read), (keys, values)
 
     def head(self, params: Params) -> jax.Array:
         ends = self._ends(params)
@@ -242,14 +262,21 @@ class _Network:
 
     def init_cache(self, slots: int, length: int, dtype: Any = None) -> KVCache:
         config = self.config
-        shape = (config.layers, slots, length, config.kv_heads, config.head_dim)
-        layout = ("layers", "batch", "length", "kv_heads", "head_dim")
+        sizes = {"layers": config.layers, "batch": slots, "length": length}
+        sizes |= {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+
+        def zeros(*layout: str) -> jax.Array:
+            shape = tuple(sizes[name] for name in layout)
+            return sharding.constrain(jnp.zeros(shape, self.dtype if dtype is None else dtype), self.mesh, *layout)
 
         def make() -> KVCache:
-            zeros = [jnp.zeros(shape, self.dtype if dtype is None else dtype) for _ in range(2)]
-            key, value = (sharding.constrain(array, self.mesh, *layout) for array in zeros)
             lengths = sharding.constrain(jnp.zeros((slots,), jnp.int32), self.mesh, "batch")
-            return KVCache(k=key, v=value, lengths=lengths)
+            if self.written_out:
+                keys = tuple(zeros("batch", "kv_heads", "head_dim", "length") for _ in range(config.layers))
+                values = tuple(zeros("batch", "kv_heads", "length", "head_dim") for _ in range(config.layers))
+                return KVCache(keys, values, lengths)
+            stacked = ("layers", "batch", "length", "kv_heads", "head_dim")
+            return KVCache(zeros(*stacked), zeros(*stacked), lengths)
 
         return jax.jit(make)()
 
@@ -272,7 +299,8 @@ def make_policy(
 
     compute_dtype  "float32" or "bfloat16": parameters are cast inside, so float32 masters stay masters. Norms, rotary
                    angles, softmax and logits are float32 either way.
-    unroll         True writes the layers out, False scans them, None writes out up to 8. With a cache always a scan.
+    unroll         True writes the layers out, False scans them, None writes out up to 8. The cache follows: arrays of
+                   its own for each layer, or one stacked array.
     remat          "none", "dots" (keep projections, recompute attention) or "full" (keep only each layer's input).
     mesh           lays activations and fresh parameters out over (data, fsdp) x tensor.
     """
