@@ -24,7 +24,8 @@ class Buckets:
 
     prefill_lengths: tokens a row may add in one prefill call; a longer rest is prefilled in pieces of the largest.
     prefill_rows: rows of one prefill call (per slot shard of the mesh).
-    cache_lengths: positions the key-value cache has room for; it grows from one to the next as slots fill.
+    cache_lengths: positions of the working set; it follows the longest sequence that is being decoded. The pool of kept
+        caches has the last of them.
     """
 
     prefill_lengths: tuple[int, ...]
@@ -41,8 +42,7 @@ class Buckets:
         """The most programs a sampler with these buckets may compile."""
         caches = len(self.cache_lengths)
         prefills = len(self.prefill_lengths) * len(self.prefill_rows) * caches
-        resizes = caches * (caches - 1) // 2
-        return prefills + caches + resizes + caches  # prefill, decode, resize, fresh state
+        return prefills + 3 * caches  # prefill; decode, load and fresh state
 
 
 def train_rows(rows: int, multiple: int) -> int:

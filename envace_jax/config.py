@@ -84,8 +84,10 @@ class LimitsConfig:
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
     slots: int = 64  # sequences decoded side by side
-    max_length: int = 20000  # tokens a slot's cache can hold
-    decode_chunk: int = 16  # tokens decoded between two looks at what has finished
+    cache_rows: int = 0  # streams whose caches are kept (a trajectory has two), those in slots too; 0: twice the slots
+    max_length: int = 20000  # tokens a stream's cache can hold
+    decode_chunk: int = 16  # the most tokens decoded between two looks at what has finished
+    refill_share: float = 0.125  # of the decoding slots: so many finished also end a chunk, to be refilled
     temperature: float = 1.0
     top_p: float = 1.0
     prefill_lengths: tuple[int, ...] = (128, 512, 2048)  # padded shapes, see buckets.py

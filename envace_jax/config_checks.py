@@ -21,14 +21,15 @@ AT_LEAST = {
         "evaluation.samples checkpoint.every checkpoint.keep"
     ),
     0: (
-        "seed data.seed data.count sampler.temperature evaluation.temperature grpo.clip_low grpo.clip_high "
+        "seed data.seed data.count sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
+        "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay "
         "evaluation.every evaluation.heldout_tasks evaluation.unseen_tasks evaluation.fidelity_calls "
         "logging.trajectories_per_step"
     ),
 }
 POSITIVE = ("optimizer.eps", "optimizer.clip_norm")
-SHARES = ("sampler.top_p", "evaluation.top_p")  # in (0, 1]
+SHARES = ("sampler.top_p", "evaluation.top_p", "sampler.refill_share")  # in (0, 1]
 BUCKETS = ("sampler.prefill_lengths", "sampler.prefill_rows", "sampler.cache_lengths")
 
 
@@ -140,5 +141,9 @@ def _rows(config: RunConfig) -> Iterator[str]:
     shards = mesh.data * mesh.fsdp
     if batch.micro_batch_rows > 0 and batch.rows_multiple % batch.micro_batch_rows:
         yield f"batch.micro_batch_rows: {batch.micro_batch_rows} does not divide rows_multiple={batch.rows_multiple}"
-    if shards > 0 and config.sampler.slots % shards:
-        yield f"sampler.slots: {config.sampler.slots} is not a multiple of mesh.data x mesh.fsdp = {shards}"
+    for key in ("slots", "cache_rows"):
+        size = getattr(config.sampler, key)
+        if shards > 0 and size % shards:
+            yield f"sampler.{key}: {size} is not a multiple of mesh.data x mesh.fsdp = {shards}"
+    if 0 < config.sampler.cache_rows < config.sampler.slots:
+        yield f"sampler.cache_rows: {config.sampler.cache_rows} is below sampler.slots={config.sampler.slots} (or 0)"

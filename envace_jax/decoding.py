@@ -1,8 +1,11 @@
-"""The device half of the sampler: pure functions over the state of all slots, to be jitted with that state donated.
+"""The device half of the sampler: pure functions over its whole state, to be jitted with that state donated.
 
-`prefill` writes prompt tokens into some slots' caches and draws the first token of each finished prompt; `decode`
-draws one token a step for every active slot. Knows arrays only: which request sits in which slot, and what a slot
-holds, is `sampling.py`'s business. Shape letters as in `types.py`; R prefill rows, C columns of the output buffer.
+A pool keeps the key-value caches of many streams, one a row; the working set holds those of the streams that draw
+now, one a slot. `prefill` extends a stream by prompt tokens, in the pool and in its slot, and draws the first token of
+each finished prompt; `decode` draws one token a step for every active slot and writes what it cached back to the pool;
+`load` fills a working set of another length from the pool. Knows arrays only: which stream lies in which row, and which
+request in which slot, is `sampling.py`'s business. Shape letters as in `types.py`; P rows of the pool, R rows of a
+prefill call, C columns of the output buffer.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from envace_jax.types import KVCache, Params, Policy
 
 STOP_COLUMNS = 4  # stop ids a row may have; unused columns hold -1
 # Columns of a packed prefill row before its tokens. One integer array per call: one transfer to the device.
-SLOT, NEW, START, FINAL, BUDGET, KEY, TEMPERATURE, TOP_P, STOP = 0, 1, 2, 3, 4, 5, 7, 8, 9
+SLOT, ROW, SOURCE, NEW, START, FINAL, BUDGET, KEY, TEMPERATURE, TOP_P, STOP = 0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11
 HEADER = STOP + STOP_COLUMNS
+NOWHERE = -1  # a slot or row of padding: nothing is read from it that counts, nothing is written
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +32,7 @@ HEADER = STOP + STOP_COLUMNS
 class Drawing:
     """What each slot draws and has drawn. A slot's last drawn token is in `last` and not yet in its cache."""
 
+    length: jax.Array  # i32[B], tokens in the slot's cache
     last: jax.Array  # i32[B], the token the next step feeds
     active: jax.Array  # bool[B], is drawing tokens
     count: jax.Array  # i32[B], tokens drawn in this segment
@@ -43,20 +48,49 @@ class Drawing:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SlotState:
-    """All slots. The cache has the length of the bucket in use; see `cache_axes` for its layout."""
+class SamplerState:
+    """Everything the sampler keeps on the device. Pool and working set have the policy's layout of a cache."""
 
-    cache: KVCache
+    pool: Any  # (k, v) of P rows, full length
+    working: Any  # (k, v) of B slots, of the length in use
     drawing: Drawing
 
 
-def fresh_state(policy: Policy, slots: int, length: int, columns: int, dtype: Any) -> SlotState:
-    """Empty slots whose cache has room for `length` positions."""
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Where sequences, positions and key/value heads lie in one array of a policy's cache."""
+
+    rows: int
+    length: int
+    heads: int
+
+
+def cache_axes(policy: Policy) -> Any:
+    """A tree like (k, v) of `Axes`, read off the shapes of small caches, so that the policy may choose its layout."""
+
+    def shapes(rows: int, length: int) -> Any:
+        cache = jax.eval_shape(lambda: policy.init_cache(rows, length, jnp.float32))
+        return cache.k, cache.v
+
+    def axes(base: Any, more_rows: Any, longer: Any) -> Axes:
+        rows = next(axis for axis, size in enumerate(base.shape) if more_rows.shape[axis] != size)
+        length = next(axis for axis, size in enumerate(base.shape) if longer.shape[axis] != size)
+        # Heads come before head_dim and after layers, whichever of those are there.
+        return Axes(rows, length, [axis for axis in range(len(base.shape)) if axis not in (rows, length)][-2])
+
+    return jax.tree.map(axes, shapes(64, 64), shapes(128, 64), shapes(64, 128))
+
+
+def fresh_state(
+    policy: Policy, rows: int, slots: int, columns: int, dtype: Any, max_length: int, length: int
+) -> SamplerState:
+    """An empty pool of `rows` rows for `max_length` positions, and empty slots for `length`."""
 
     def integers(*shape: int) -> jax.Array:
         return jnp.zeros((slots, *shape), jnp.int32)
 
     drawing = Drawing(
+        length=integers(),
         last=integers(),
         active=jnp.zeros(slots, bool),
         count=integers(),
@@ -69,49 +103,15 @@ def fresh_state(policy: Policy, slots: int, length: int, columns: int, dtype: An
         logprobs=jnp.zeros((slots, columns), jnp.float32),
         filled=integers(),
     )
-    return SlotState(policy.init_cache(slots, length, dtype), drawing)
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheAxes:
-    """Where slots, positions and key/value heads lie in the arrays of a policy's cache."""
-
-    slots: int
-    length: int
-    heads: int
-
-
-def cache_axes(policy: Policy) -> CacheAxes:
-    """Reads the axes off the shapes of small caches, so that the policy may choose its layout.
-
-    It may stack the layers on an axis or keep one array for each; head_dim is last, heads the last of the other axes.
-    """
-
-    def shape(slots: int, length: int) -> tuple[int, ...]:
-        cache = jax.eval_shape(lambda: policy.init_cache(slots, length, jnp.float32))
-        return jax.tree.leaves(cache.k)[0].shape
-
-    base, more_slots, longer = shape(64, 64), shape(128, 64), shape(64, 128)
-    slots = next(axis for axis, size in enumerate(base) if more_slots[axis] != size)
-    length = next(axis for axis, size in enumerate(base) if longer[axis] != size)
-    return CacheAxes(slots, length, max(set(range(len(base) - 1)) - {slots, length}))
-
-
-def resize(axes: CacheAxes, state: SlotState, length: int) -> SlotState:
-    """The same slots with room for `length` positions, at least as many as now."""
-
-    def grow(array: jax.Array) -> jax.Array:
-        widths = [(0, 0)] * array.ndim
-        widths[axes.length] = (0, length - array.shape[axes.length])
-        return jnp.pad(array, widths)
-
-    k, v = jax.tree.map(grow, (state.cache.k, state.cache.v))
-    return SlotState(KVCache(k, v, state.cache.lengths), state.drawing)
+    pool, working = policy.init_cache(rows, max_length, dtype), policy.init_cache(slots, length, dtype)
+    return SamplerState((pool.k, pool.v), (working.k, working.v), drawing)
 
 
 def pack_row(
     row: np.ndarray,
     slot: int,
+    pool_row: int,
+    source: int,
     tokens: np.ndarray,
     start: int,
     final: bool,
@@ -122,7 +122,8 @@ def pack_row(
     stop_ids: tuple[int, ...],
 ) -> None:
     """Fills one row i32[HEADER + T] of a prefill call; floats and unsigned words travel as their bits."""
-    row[[SLOT, NEW, START, FINAL, BUDGET]] = slot, len(tokens), start, final, budget
+    row[[SLOT, ROW, SOURCE, NEW]] = slot, pool_row, source, len(tokens)
+    row[[START, FINAL, BUDGET]] = start, final, budget
     row[KEY : KEY + 2] = key.view(np.int32)
     row[[TEMPERATURE, TOP_P]] = np.array([temperature, top_p], np.float32).view(np.int32)
     row[STOP : STOP + STOP_COLUMNS] = -1
@@ -130,81 +131,119 @@ def pack_row(
     row[HEADER : HEADER + len(tokens)] = tokens
 
 
-def _take(array: jax.Array, axis: int, slots: jax.Array, shards: int) -> jax.Array:
-    """Rows `slots` i32[R] of an array whose slots lie on `axis`.
-
-    With shards, row group d reads only slot group d, so that no device reads another's slots.
-    """
-    before = (slice(None),) * axis
-    if shards == 1:
-        return array[(*before, slots)]
-    shape, per_shard = array.shape, array.shape[axis] // shards
-    split = array.reshape(*shape[:axis], shards, per_shard, *shape[axis + 1 :])
-    local = slots.reshape(shards, -1) % per_shard
-    rows = jax.vmap(lambda part, index: part[(*before, index)], in_axes=(axis, 0), out_axes=axis)(split, local)
-    return rows.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+# --- rows and slots by number; with shards, part d of the numbers names only part d of the array ---
 
 
-def _put(array: jax.Array, axis: int, slots: jax.Array, rows: jax.Array, shards: int) -> jax.Array:
-    """The inverse of `_take`: the array with its rows `slots` replaced."""
-    before = (slice(None),) * axis
-    if shards == 1:
-        return array.at[(*before, slots)].set(rows, unique_indices=True)
-    shape, per_shard = array.shape, array.shape[axis] // shards
-    split = array.reshape(*shape[:axis], shards, per_shard, *shape[axis + 1 :])
-    local = slots.reshape(shards, -1) % per_shard
-    parts = rows.reshape(*shape[:axis], shards, -1, *shape[axis + 1 :])
+def _split(array: jax.Array, axis: int, shards: int) -> jax.Array:
+    """[..., N, ...] -> [shards, ..., N / shards, ...]: a view of each device's own part."""
+    shape = array.shape
+    split = array.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
 
-    def put(part: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-        return part.at[(*before, index)].set(new, unique_indices=True)
 
-    return jax.vmap(put, in_axes=(axis, 0, axis), out_axes=axis)(split, local, parts).reshape(shape)
+def _join(parts: jax.Array, axis: int) -> jax.Array:
+    parts = jnp.moveaxis(parts, 0, axis)
+    return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
+
+
+def _local(numbers: jax.Array, count: int, shards: int) -> jax.Array:
+    """i32[shards, N / shards], numbers within each part of `count / shards`; NOWHERE lies behind its end."""
+    size = count // shards
+    return jnp.where(numbers < 0, size, numbers % size).reshape(shards, -1)
+
+
+def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int) -> jax.Array:
+    """The first `length` positions of rows i32[N] of a cache array."""
+
+    def one_part(part: jax.Array, numbers: jax.Array) -> jax.Array:
+        sizes = list(part.shape)
+        sizes[axes.rows], sizes[axes.length] = 1, length
+        kept = tuple(axis for axis in range(part.ndim) if axis != axes.rows)
+        numbering = jax.lax.GatherDimensionNumbers(kept, (axes.rows,), (axes.rows,))
+        return jax.lax.gather(part, numbers[:, None], numbering, tuple(sizes), mode="clip")
+
+    local = _local(rows, array.shape[axes.rows], shards)
+    return _join(jax.vmap(one_part)(_split(array, axes.rows, shards), local), axes.rows)
+
+
+def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values: jax.Array, shards: int) -> jax.Array:
+    """The array with values [.., N rows, .., positions, ..] at rows i32[N], each from position starts i32[N] on."""
+
+    def one_part(part: jax.Array, numbers: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
+        kept = tuple(axis for axis in range(part.ndim) if axis != axes.rows)
+        numbering = jax.lax.ScatterDimensionNumbers(kept, (axes.rows,), (axes.rows, axes.length))
+        places = jnp.stack([numbers, begin], axis=-1)
+        return jax.lax.scatter(
+            part,
+            places,
+            new.astype(part.dtype),
+            numbering,
+            unique_indices=True,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+    local = _local(rows, array.shape[axes.rows], shards)
+    parts = jax.vmap(one_part)(
+        _split(array, axes.rows, shards), local, starts.reshape(shards, -1), _split(values, axes.rows, shards)
+    )
+    return _join(parts, axes.rows)
+
+
+def _put_slots(old: jax.Array, slots: jax.Array, new: jax.Array, shards: int) -> jax.Array:
+    """A per-slot array [B, ...] with its slots i32[R] replaced by new [R, ...]."""
+    local = _local(slots, old.shape[0], shards)
+
+    def one_part(part: jax.Array, numbers: jax.Array, values: jax.Array) -> jax.Array:
+        return part.at[numbers].set(values, mode="drop", unique_indices=True)
+
+    return _join(jax.vmap(one_part)(_split(old, 0, shards), local, _split(new, 0, shards)), 0)
+
+
+# --- the three programs ---
+
+
+def load(axes: Any, shards: int, state: SamplerState, rows: jax.Array, length: int) -> SamplerState:
+    """The same state with a working set of `length` positions: slot b gets the pool's row rows[b]."""
+    working = jax.tree.map(lambda array, at: take(array, at, rows, length, shards), state.pool, axes)
+    return dataclasses.replace(state, working=working)
 
 
 def prefill(
     policy: Policy,
     vocab_limit: int,
-    axes: CacheAxes,
+    axes: Any,
     shards: int,
     params: Params,
-    state: SlotState,
+    state: SamplerState,
     packed: jax.Array,
-) -> SlotState:
-    """Appends each row's tokens to its slot's cache, cut to `START` positions first; final rows draw a token.
+) -> SamplerState:
+    """Extends streams by prompt tokens; rows with FINAL draw the first token of their segment.
 
-    `packed` is i32[R, HEADER + T] (see `pack_row`). Slots of a call are distinct; rows without tokens (NEW = 0) are
-    padding and name a slot that must stay as it is. With R = B, row b is slot b and the whole cache is worked on in
-    place.
+    `packed` is i32[R, HEADER + T] (see `pack_row`). A stream's first START positions come from the pool's row SOURCE,
+    the whole goes to row ROW and to slot SLOT. Rows and slots written by a call are distinct; padding names NOWHERE.
     """
-    slots, new, tokens = packed[:, SLOT], packed[:, NEW], packed[:, HEADER:]
-    everything = packed.shape[0] == state.drawing.last.shape[0]
-
-    def take(array: jax.Array, axis: int = 0) -> jax.Array:
-        return array if everything else _take(array, axis, slots, shards)
-
-    def put(array: jax.Array, rows: jax.Array, axis: int = 0) -> jax.Array:
-        return rows if everything else _put(array, axis, slots, rows, shards)
-
-    start = jnp.where(new > 0, packed[:, START], take(state.cache.lengths))
+    slots, rows, new, tokens = packed[:, SLOT], packed[:, ROW], packed[:, NEW], packed[:, HEADER:]
+    start = packed[:, START]
+    leaf, at = jax.tree.leaves(state.working)[0], jax.tree.leaves(axes)[0]
+    length = leaf.shape[at.length]
+    k, v = jax.tree.map(lambda array, at: take(array, at, packed[:, SOURCE], length, shards), state.pool, axes)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    cached = (state.cache.k, state.cache.v)
-    k, v = jax.tree.map(lambda array: take(array, axes.slots), cached)
     valid = (steps < new[:, None]).astype(jnp.int32)
-    hidden, rows = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))
-    assert rows is not None
-    k, v = jax.tree.map(lambda array, written: put(array, written, axes.slots), cached, (rows.k, rows.v))
-    cache = KVCache(k, v, put(state.cache.lengths, rows.lengths))
-
+    hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))
+    assert cache is not None
+    beginning = jnp.zeros_like(start)
+    pool = jax.tree.map(
+        lambda old, at, x: put(old, at, rows, beginning, x, shards), state.pool, axes, (cache.k, cache.v)
+    )
+    working = jax.tree.map(
+        lambda old, at, x: put(old, at, slots, beginning, x, shards), state.working, axes, (cache.k, cache.v)
+    )
     last_hidden = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
     columns = state.drawing.tokens.shape[1]
     drawn = _first_draw(policy.logits(params, last_hidden), packed, columns, vocab_limit)
-    final = packed[:, FINAL] > 0
-
-    def put_final(old: jax.Array, rows: jax.Array) -> jax.Array:
-        chosen = final.reshape(-1, *(1,) * (rows.ndim - 1))
-        return put(old, jnp.where(chosen, rows, take(old)))
-
-    return SlotState(cache, jax.tree.map(put_final, state.drawing, drawn))
+    final = jnp.where(packed[:, FINAL] > 0, slots, NOWHERE)
+    drawing = jax.tree.map(lambda old, x: _put_slots(old, final, x, shards), state.drawing, drawn)
+    return SamplerState(pool, working, drawing)
 
 
 def _first_draw(logits: jax.Array, packed: jax.Array, columns: int, vocab_limit: int) -> Drawing:
@@ -216,6 +255,7 @@ def _first_draw(logits: jax.Array, packed: jax.Array, columns: int, vocab_limit:
     budget, stop_ids = packed[:, BUDGET], packed[:, STOP : STOP + STOP_COLUMNS]
     token, logprob = draw(logits, keys, jnp.zeros(count, jnp.int32), temperature, top_p, vocab_limit)
     return Drawing(
+        length=packed[:, START] + packed[:, NEW],
         last=token,
         active=~((token[:, None] == stop_ids).any(-1) | (budget <= 1)),
         count=jnp.ones(count, jnp.int32),
@@ -231,44 +271,43 @@ def _first_draw(logits: jax.Array, packed: jax.Array, columns: int, vocab_limit:
 
 
 def decode(
-    policy: Policy, vocab_limit: int, params: Params, state: SlotState, limits: jax.Array
-) -> tuple[SlotState, jax.Array]:
+    policy: Policy,
+    vocab_limit: int,
+    axes: Any,
+    shards: int,
+    params: Params,
+    state: SamplerState,
+    rows: jax.Array,
+    limits: jax.Array,
+) -> tuple[SamplerState, jax.Array]:
     """Draws up to `limits[0]` tokens for every active slot, until at most `limits[1]` slots are active.
 
-    Returns the state and what the host reads, i32[B, 2 C + 3]: tokens, the bits of their log-probabilities, how
-    many, whether the slot is still active, and (in every row) the number of steps taken. Idle slots have sequence id
-    0: they write nothing.
+    Slot b's stream is the pool's row rows[b] (NOWHERE for an idle slot). Returns the state and what the host reads,
+    i32[B, 2 C + 3]: tokens, the bits of their log-probabilities, how many, whether the slot is still active, and (in
+    every row) the number of steps taken. Idle slots have sequence id 0: they write nothing.
     """
 
-    def wanted(carry: tuple[jax.Array, SlotState]) -> jax.Array:
-        step, state = carry
-        return (step < limits[0]) & (jnp.sum(state.drawing.active) > limits[1])
+    def wanted(carry: tuple[jax.Array, Any, Drawing]) -> jax.Array:
+        step, _, now = carry
+        return (step < limits[0]) & (jnp.sum(now.active) > limits[1])
 
-    def one(carry: tuple[jax.Array, SlotState]) -> tuple[jax.Array, SlotState]:
-        step, state = carry
-        cache, now = state.cache, state.drawing
-        active = now.active
-        valid = active[:, None].astype(jnp.int32)
-        hidden, written = policy.apply(params, now.last[:, None], cache.lengths[:, None], valid, cache)
+    def one(carry: tuple[jax.Array, Any, Drawing]) -> tuple[jax.Array, Any, Drawing]:
+        step, (k, v), now = carry
+        valid = now.active[:, None].astype(jnp.int32)
+        cache = KVCache(k, v, now.length)
+        hidden, written = policy.apply(params, now.last[:, None], now.length[:, None], valid, cache)
         assert written is not None
         logits = policy.logits(params, hidden[:, 0])
-        token, logprob = draw(logits, now.keys, now.count, now.temperature, now.top_p, vocab_limit)
-        count = now.count + active
-        stopped = (token[:, None] == now.stop_ids).any(-1) | (count >= now.budget)
-        here = (jnp.arange(now.tokens.shape[1]) == now.filled[:, None]) & active[:, None]
-        now = dataclasses.replace(
-            now,
-            last=jnp.where(active, token, now.last),
-            active=active & ~stopped,
-            count=count,
-            tokens=jnp.where(here, token[:, None], now.tokens),
-            logprobs=jnp.where(here, logprob[:, None], now.logprobs),
-            filled=now.filled + active,
-        )
-        return step + 1, SlotState(written, now)
+        return step + 1, (written.k, written.v), _next_draw(now, logits, written.lengths, vocab_limit)
 
-    step, state = jax.lax.while_loop(wanted, one, (jnp.int32(0), state))
-    now = state.drawing
+    begun = state.drawing.length
+    step, working, now = jax.lax.while_loop(wanted, one, (jnp.int32(0), state.working, state.drawing))
+    pool = jax.tree.map(
+        lambda old, at, new: _write_back(old, at, rows, begun, new, now.tokens.shape[1], shards),
+        state.pool,
+        axes,
+        working,
+    )
     report = jnp.concatenate(
         [
             now.tokens,
@@ -279,4 +318,36 @@ def decode(
         ],
         axis=1,
     )
-    return SlotState(state.cache, dataclasses.replace(now, filled=jnp.zeros_like(now.filled))), report
+    return SamplerState(pool, working, dataclasses.replace(now, filled=jnp.zeros_like(now.filled))), report
+
+
+def _next_draw(now: Drawing, logits: jax.Array, lengths: jax.Array, vocab_limit: int) -> Drawing:
+    """The state after every active slot has drawn a token from logits f32[B, V]."""
+    token, logprob = draw(logits, now.keys, now.count, now.temperature, now.top_p, vocab_limit)
+    active, count = now.active, now.count + now.active
+    stopped = (token[:, None] == now.stop_ids).any(-1) | (count >= now.budget)
+    here = (jnp.arange(now.tokens.shape[1]) == now.filled[:, None]) & active[:, None]
+    return dataclasses.replace(
+        now,
+        length=lengths,
+        last=jnp.where(active, token, now.last),
+        active=active & ~stopped,
+        count=count,
+        tokens=jnp.where(here, token[:, None], now.tokens),
+        logprobs=jnp.where(here, logprob[:, None], now.logprobs),
+        filled=now.filled + active,
+    )
+
+
+def _write_back(
+    pool: jax.Array, axes: Axes, rows: jax.Array, begun: jax.Array, working: jax.Array, width: int, shards: int
+) -> jax.Array:
+    """Copies the `width` positions from `begun` on, all that a call of `decode` can have cached, to the pool."""
+    size = min(width, working.shape[axes.length])
+    starts = jnp.minimum(begun, working.shape[axes.length] - size)
+    window = jax.vmap(
+        lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axes.length - (axes.rows < axes.length)),
+        in_axes=(axes.rows, 0),
+        out_axes=axes.rows,
+    )(working, starts)
+    return put(pool, axes, rows, starts, window, shards)

@@ -269,7 +269,7 @@ def _sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sample
         policy, slots=chosen.slots, max_length=chosen.max_length,
         buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
         vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
-        decode_chunk=chosen.decode_chunk,
+        decode_chunk=chosen.decode_chunk, cache_rows=chosen.cache_rows or None, refill_share=chosen.refill_share,
     )  # fmt: skip
 
 

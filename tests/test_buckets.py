@@ -22,7 +22,7 @@ def test_buckets_must_ascend(sizes):
 
 
 def test_compile_bound_worked_by_hand():
-    # 2 lengths x 2 rows x 3 caches = 12 prefills, 3 decodes, 3 resizes (12, 13, 23), 3 fresh states
+    # 2 lengths x 2 rows x 3 caches = 12 prefills; 3 decodes, 3 loads, 3 fresh states
     assert Buckets((8, 32), (1, 4), (64, 128, 256)).compile_bound() == 21
 
 

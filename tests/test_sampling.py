@@ -20,7 +20,7 @@ from envace_jax import decoding
 from envace_jax.buckets import Buckets
 from envace_jax.draw import draw
 from envace_jax.models.qwen import QwenConfig, make_policy
-from envace_jax.sampling import Sample, Sampler, SampleRequest, SamplerStats, common_prefix, segment_key
+from envace_jax.sampling import Sample, Sampler, SampleRequest, SamplerStats, segment_key
 
 CONFIG = QwenConfig(
     vocab_size=96, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=48, init_std=0.3, rope_theta=1e4
@@ -242,9 +242,9 @@ def test_decoding_works_on_the_cache_in_place():
 
     def compiled(length: int) -> tuple[int, int, int]:
         state = jax.eval_shape(lambda: sampler._fresh(length=length))
-        limits = jax.ShapeDtypeStruct((2,), jnp.int32)
-        memory = sampler._decode.lower(PARAMS, state, limits).compile().memory_analysis()
-        size = sum(leaf.size * 4 for leaf in jax.tree.leaves((state.cache.k, state.cache.v)))
+        rows, limits = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+        memory = sampler._decode.lower(PARAMS, state, rows, limits).compile().memory_analysis()
+        size = sum(leaf.size * 4 for leaf in jax.tree.leaves((state.pool, state.working)))
         return size, memory.temp_size_in_bytes, memory.alias_size_in_bytes
 
     (size, temporary, _), (longer_size, longer_temporary, aliased) = compiled(1024), compiled(4096)
@@ -271,14 +271,15 @@ def test_reset_forgets_caches_and_drops_what_runs():
     assert sampler.stats.reused_tokens == 0 and sampler.stats.prefilled_tokens == 20
 
 
-def test_a_slot_is_not_given_up_for_a_short_shared_prefix():
+def test_a_stream_is_not_given_up_for_a_short_shared_prefix():
     sampler = fresh()
     system = list(range(10, 18))
     long = SampleRequest(1, system + list(range(30, 60)), 1, (1,))
     run(sampler, [long])
     sampler.stats = SamplerStats()
-    run(sampler, [SampleRequest(2, [*system, 20, 21], 1, (2,))])  # shares 8 of 38 held: takes an unused slot
-    assert sampler.stats.reused_tokens == 0
+    run(sampler, [SampleRequest(2, [*system, 20, 21], 1, (2,))])  # shares 8 of 38 held: copies them to an unused row
+    assert sampler.stats.reused_tokens == 8
+    sampler.stats = SamplerStats()
     run(sampler, [SampleRequest(3, [*long.prompt_tokens, 70], 1, (3,))])
     assert sampler.stats.reused_tokens == 38
 
@@ -293,28 +294,6 @@ def test_each_request_takes_the_slot_that_holds_most_of_it():
     sampler.stats = SamplerStats()
     run(sampler, [dataclasses.replace(streams[2], request_id=99)])  # the same prompt: its last token is prefilled
     assert sampler.stats.reused_tokens == 19 and sampler.stats.prefilled_tokens == 1
-
-
-@given(
-    st.lists(st.integers(0, 1), min_size=1, max_size=20),
-    st.lists(st.lists(st.integers(0, 1), min_size=12, max_size=12), min_size=1, max_size=5),
-    st.integers(0, 12),
-)
-def test_common_prefix_equals_brute_force(prompt, held, length):
-    def brute(row: list[int]) -> int:
-        pairs = zip(prompt, row[:length], strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), length))
-
-    got = common_prefix(np.array(prompt), np.array(held), np.full(len(held), length))
-    assert got.tolist() == [brute(row) for row in held]
-
-
-def test_common_prefix_over_several_pieces():
-    held = np.zeros((4, 1000), np.int32)
-    held[1, 255], held[2, 256], held[3, 999] = 1, 1, 1
-    full = np.full(4, 1000)
-    assert common_prefix(np.zeros(1000, np.int32), held, full).tolist() == [1000, 255, 256, 999]
-    assert common_prefix(np.zeros(300, np.int32), held, np.array([1000, 100, 299, 0])).tolist() == [300, 100, 256, 0]
 
 
 def test_segment_keys_differ():
@@ -346,6 +325,8 @@ def test_bad_requests_are_refused_before_any_is_taken(changes, message):
     ("changes", "message"),
     [
         (dict(slots=0), "slots must be a positive multiple of 1"),
+        (dict(cache_rows=7), "cache_rows must be at least 8 and a multiple of 1, got 7"),
+        (dict(refill_share=0.0), "refill_share must be above 0 and at most 1, got 0.0"),
         (dict(max_length=65), "cache_lengths end at 64, below max_length 65"),
         (dict(vocab_limit=97), r"vocab_limit must lie in 1\.\.96"),
         (dict(chunk=0), "decode_chunk must be at least 1"),
@@ -361,10 +342,13 @@ def test_too_many_requests_are_refused():
         fresh().submit([request(i) for i in range(9)])
 
 
-def test_cache_axes_are_read_off_the_shapes():
-    axes = decoding.cache_axes(POLICY)
-    leaf = jax.tree.leaves(POLICY.init_cache(5, 7, jnp.float32).k)[0]
-    assert (leaf.shape[axes.slots], leaf.shape[axes.length], leaf.shape[axes.heads]) == (5, 7, CONFIG.kv_heads)
+@pytest.mark.parametrize("unroll", [True, False])
+def test_cache_axes_are_read_off_the_shapes(unroll):
+    policy = make_policy(CONFIG, unroll=unroll)
+    cache = policy.init_cache(5, 7, jnp.float32)
+    axes = jax.tree.leaves(decoding.cache_axes(policy))
+    for leaf, at in zip(jax.tree.leaves((cache.k, cache.v)), axes, strict=True):
+        assert (leaf.shape[at.rows], leaf.shape[at.length], leaf.shape[at.heads]) == (5, 7, CONFIG.kv_heads)
 
 
 @pytest.mark.slow
