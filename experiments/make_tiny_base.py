@@ -35,7 +35,6 @@ from envace_jax.types import Params, Policy, Role, Segment, Task, ToolCall, Traj
 
 OUT = Path(__file__).resolve().parents[1] / "envace_jax" / "assets" / "tiny_base"
 ROW_LENGTH, ROWS = 416, 32  # of a batch
-ACT_ERROR, REHEARSE_ERROR = 0.1, 0.1  # share of demonstrated messages and results that err
 SAVE_EVERY = 200  # steps
 
 
@@ -46,22 +45,47 @@ class Phase:
     steps: int
     horizon: int
     peak: float
+    act_error: float  # share of demonstrated messages that err
+    rehearse_error: float  # share of demonstrated results that err
+    rehearsed_share: float  # of a walk's calls that are also learned as REHEARSE: their prompts are long
     rehearse_weight: float  # of a REHEARSE token in the loss; an ACT token counts 1
     examples: float  # share of REHEARSE prompts that hold the task's reference calls
+    accounts: float  # share of walks in the accounts domain; the others share the rest as they come
 
 
-# Results are few tokens in long prompts and finding the example that a call matches is learned late: they weigh more.
+# First the skill, from demonstrations without mistakes. Which of two names is a transfer's source and which its target
+# is one token in a hundred, so accounts come more often for a while. Then the mistakes, which the sampled policy
+# repeats at their rate. Results are few tokens in long prompts and finding the example that a call matches is learned
+# late: they weigh more.
 PHASES = (
-    Phase(steps=400, horizon=2000, peak=1.0, rehearse_weight=2.0, examples=0.75),
-    Phase(steps=700, horizon=740, peak=1.0, rehearse_weight=3.0, examples=0.9),
-    Phase(steps=420, horizon=440, peak=0.6, rehearse_weight=2.0, examples=0.9),
-    Phase(steps=200, horizon=1230, peak=0.8, rehearse_weight=2.0, examples=0.9),
-    Phase(steps=650, horizon=670, peak=0.6, rehearse_weight=2.0, examples=0.9),
-)
+    Phase(
+        steps=1600, horizon=3200, peak=1.0, act_error=0.0, rehearse_error=0.0,
+        rehearsed_share=0.5, rehearse_weight=2.0, examples=0.9, accounts=0.25,
+    ),
+    Phase(
+        steps=300, horizon=600, peak=1.0, act_error=0.0, rehearse_error=0.0,
+        rehearsed_share=0.2, rehearse_weight=2.0, examples=0.9, accounts=0.8,
+    ),
+    Phase(
+        steps=600, horizon=600, peak=0.5, act_error=0.15, rehearse_error=0.1,
+        rehearsed_share=0.35, rehearse_weight=2.0, examples=0.9, accounts=0.4,
+    ),
+    Phase(
+        steps=250, horizon=250, peak=0.3, act_error=0.1, rehearse_error=0.1,
+        rehearsed_share=0.35, rehearse_weight=2.0, examples=0.9, accounts=0.35,
+    ),
+    Phase(
+        steps=600, horizon=600, peak=0.8, act_error=0.0, rehearse_error=0.0,
+        rehearsed_share=0.2, rehearse_weight=2.0, examples=0.9, accounts=0.35,
+    ),
+    Phase(
+        steps=200, horizon=200, peak=0.25, act_error=0.12, rehearse_error=0.1,
+        rehearsed_share=0.35, rehearse_weight=2.0, examples=0.9, accounts=0.35,
+    ),
+)  # fmt: skip
 # Muon for the layers' matrices: in short trials it learned to copy names in fewer steps than AdamW. The rest is Adam's.
 MUON_RATE, ADAM_RATE = 0.02, 3e-3  # times a phase's schedule
 PROMPT_WEIGHT = 0.1  # of prompt tokens in the loss: predicting them teaches copying, which answers need
-REHEARSED_SHARE = 0.5  # of a walk's calls that are also learned as REHEARSE: their prompts are long for what they teach
 
 
 def model_config(chat: Chat) -> QwenConfig:
@@ -75,8 +99,8 @@ def model_config(chat: Chat) -> QwenConfig:
     )  # fmt: skip
 
 
-def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, examples: float) -> Trajectory:
-    """One imperfect walk through a task as ACT and REHEARSE segments. Results come from the executable world."""
+def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, phase: Phase) -> Trajectory:
+    """One walk through a task, with the phase's mistakes, as ACT and REHEARSE segments; the world computes results."""
     chat = prompts.chat
     environment = make_environment(task.environment)
     stream = roles.act_prompt(prompts, task)
@@ -89,7 +113,7 @@ def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, exampl
             messages.append(dict(step))
             users += 1
         elif step["role"] == "assistant":
-            step = imperfect.imperfect_step(step, task, rng, ACT_ERROR)
+            step = imperfect.imperfect_step(step, task, rng, phase.act_error)
             calls = [ToolCall(call.name, call.arguments) for call in roles.message_calls(step)]
             body = chat.assistant(step["content"], calls=calls)
             segments.append(_segment(Role.ACT, stream, body))
@@ -97,8 +121,8 @@ def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, exampl
             results = []
             for call in calls:
                 result = json.dumps(environment.call(call.name, call.arguments), ensure_ascii=False)
-                if rng.random() < REHEARSED_SHARE:
-                    segments.append(_rehearsal(prompts, task, messages, body, call, result, rng, examples))
+                if rng.random() < phase.rehearsed_share:
+                    segments.append(_rehearsal(prompts, task, messages, body, call, result, rng, phase))
                 results.append(result)
             messages.append(dict(step))
             messages += [
@@ -112,11 +136,11 @@ def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, exampl
 
 def _rehearsal(
     prompts: roles.Prompts, task: Task, messages: list[dict], act_body: Sequence[int], call: ToolCall,
-    result: str, rng: random.Random, examples: float,
+    result: str, rng: random.Random, phase: Phase,
 ) -> Segment:  # fmt: skip
-    reference = None if rng.random() < examples else ()
+    reference = None if rng.random() < phase.examples else ()
     prompt = roles.rehearse_prompt(prompts, task, messages, prompts.chat.decode(act_body), call, reference=reference)
-    answer = roles.rehearsal_target(imperfect.imperfect_result(result, rng, REHEARSE_ERROR))
+    answer = roles.rehearsal_target(imperfect.imperfect_result(result, rng, phase.rehearse_error))
     return _segment(Role.REHEARSE, prompt, prompts.chat.assistant(answer))
 
 
@@ -130,8 +154,12 @@ def batches(prompts: roles.Prompts, tasks: Sequence[Task], seed: int, phase: Pha
     """Endless packed batches of exactly ROWS rows."""
     rng = random.Random(seed)
     pending: dict[str, np.ndarray] = {}
+    by_domain: dict[bool, list[Task]] = {True: [], False: []}
+    for task in tasks:
+        by_domain[task.environment is not None and task.environment["name"] == "accounts"].append(task)
     while True:
-        walks = [demonstration(prompts, rng.choice(tasks), rng, phase.examples) for _ in range(64)]
+        chosen = [rng.choice(by_domain[rng.random() < phase.accounts]) for _ in range(64)]
+        walks = [demonstration(prompts, task, rng, phase) for task in chosen]
         advantages = [np.ones(len(walk.segments), np.float32) for walk in walks]
         batch, _ = make_batch(
             walks, advantages, layout="packed", row_length=ROW_LENGTH, rows_multiple=1, pad_id=prompts.chat.pad_id
