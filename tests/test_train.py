@@ -1,6 +1,7 @@
 """The run as a whole, on the shipped tiny base: sampler equals trainer, resumed and killed runs equal unbroken ones."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, inputs, train
+from envace_jax.checkpoint import Checkpoints
 from envace_jax.config import RunConfig
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -68,17 +70,43 @@ def untimed(workdir: Path) -> list[dict]:
 
 
 def test_at_learning_rate_zero_every_ratio_is_one_and_nothing_moves(mesh):
-    """Invariant 2: sampler and trainer are the same function, over several turns, kept caches and packed rows."""
-    config = tiny_config(**{"optimizer.learning_rate": 0.0, "grpo.old_logprobs": "sampler"})
-    setup, state = train.build(config, mesh)
+    """Invariant 2: sampler and trainer are the same function, over several turns, kept caches and packed rows.
+
+    At a temperature that only its being handed to both makes right. The same tasks twice draw anew in each step.
+    """
+    changes = {"optimizer.learning_rate": 0.0, "grpo.old_logprobs": "sampler", "sampler.temperature": 0.8}
+    setup, state = train.build(tiny_config(**changes, **{"data.count": SETTINGS["data.tasks_per_step"]}), mesh)
     before = jax.device_get(state.params)
+    drawn = []
     for step in range(2):
         state, metrics, trajectories = train.iterate(setup, state, step)
         assert {segment.role for t in trajectories for segment in t.segments} == {Role.ACT, Role.REHEARSE}
         assert metrics["ratio_deviation_max"] < 1e-5
         assert metrics["logprob_diff_max"] < 1e-5
         assert metrics["tokens"] == metrics["sampled_tokens"]
+        drawn.append({(t.task_id, t.attempt): [s.tokens.tolist() for s in t.segments] for t in trajectories})
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+    assert drawn[0].keys() == drawn[1].keys() and drawn[0] != drawn[1]
+
+
+class Killed(Exception):
+    """What ends a run in place of kill -9."""
+
+
+def run_killed_at(step: int, saved: bool, config: RunConfig, mesh, workdir: Path, monkeypatch) -> None:
+    """A run that ends at a step's checkpoint: just after it, or before it and after the step's lines."""
+    save = Checkpoints.save
+
+    def save_or_die(checkpoints, done, state, extra):
+        if done < step or saved:
+            save(checkpoints, done, state, extra)
+        if done == step:
+            checkpoints.close()
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Checkpoints, "save", save_or_die)
+        train.run(config, mesh, workdir)
 
 
 @pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "qkv_bias": True}])
@@ -98,17 +126,22 @@ def test_what_the_sampler_reads_is_cast_as_the_trainer_casts_it(switches):
     np.testing.assert_array_equal(logits(params), logits(cast))
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh):
-    """Invariant 7: 2 + 2 steps give the parameters, metrics and evaluations of 4, bit by bit."""
-    whole = train.run(tiny_config(steps=4), mesh, tmp_path / "whole")
-    train.run(tiny_config(steps=2), mesh, tmp_path / "parts")
-    parts = train.run(tiny_config(steps=4), mesh, tmp_path / "parts")
-    assert model_bytes(tmp_path / "whole") == model_bytes(tmp_path / "parts")
-    last = [line for line in untimed(tmp_path / "whole") if line["step"] in (3, 4)]
-    assert last == [line for line in untimed(tmp_path / "parts") if line["step"] in (3, 4)]
-    evaluated = [name for name in whole if name.endswith(("_before", "_after"))]
-    assert evaluated and {n: whole[n] for n in evaluated} == {n: parts[n] for n in evaluated}
-    assert whole["real_env_calls_in_training"] == parts["real_env_calls_in_training"] == 0
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh, monkeypatch):
+    """Invariant 7: killed before one checkpoint and after the last; parameters, files and summary, bit by bit."""
+    counter = itertools.count()
+    monkeypatch.setattr(train.envs, "execution_count", lambda: next(counter))  # one call in each step
+    config, parts = tiny_config(steps=4), tmp_path / "parts"
+    whole = train.run(config, mesh, tmp_path / "whole")
+    run_killed_at(2, False, config, mesh, parts, monkeypatch)
+    run_killed_at(4, True, config, mesh, parts, monkeypatch)
+    again = train.run(config, mesh, parts)
+    assert model_bytes(tmp_path / "whole") == model_bytes(parts)
+    assert untimed(tmp_path / "whole") == untimed(parts)
+    assert (tmp_path / "whole" / "trajectories.jsonl").read_bytes() == (parts / "trajectories.jsonl").read_bytes()
+    assert whole | {"seconds": 0} == again | {"seconds": 0} and whole["real_env_calls_in_training"] == 4
+    trained = [line for line in untimed(parts) if "reward" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4]
+    assert max(line["logprob_diff_max"] for line in trained) < 1e-5  # sampled from the newest parameters
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, mesh):
@@ -270,3 +303,4 @@ def test_killed_at_a_random_moment_and_restarted_equals_unbroken(tmp_path):
     subprocess.run(command(broken), check=True, env=environment, cwd=tmp_path, timeout=900)
     assert model_bytes(tmp_path / "unbroken") == model_bytes(broken)
     assert untimed(tmp_path / "unbroken") == untimed(broken)
+    assert (tmp_path / "unbroken" / "trajectories.jsonl").read_bytes() == (broken / "trajectories.jsonl").read_bytes()
