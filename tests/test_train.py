@@ -141,7 +141,8 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh, monkeypatch):
     assert whole | {"seconds": 0} == again | {"seconds": 0} and whole["real_env_calls_in_training"] == 4
     trained = [line for line in untimed(parts) if "reward" in line]
     assert [line["step"] for line in trained] == [1, 2, 3, 4]
-    assert max(line["logprob_diff_max"] for line in trained) < 1e-5  # sampled from the newest parameters
+    # Sampled from the newest parameters: rounding alone stays near 1e-5, those of the step before differ far more.
+    assert max(line["logprob_diff_max"] for line in trained) < 1e-4
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, mesh):
