@@ -101,7 +101,7 @@ def run_killed_at(step: int, saved: bool, config: RunConfig, mesh, workdir: Path
         if done < step or saved:
             save(checkpoints, done, state, extra)
         if done == step:
-            checkpoints.close()
+            checkpoints.wait()
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -132,7 +132,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh, monkeypatch):
     monkeypatch.setattr(train.envs, "execution_count", lambda: next(counter))  # one call in each step
     config, parts = tiny_config(steps=4), tmp_path / "parts"
     whole = train.run(config, mesh, tmp_path / "whole")
-    run_killed_at(2, False, config, mesh, parts, monkeypatch)
+    run_killed_at(2, False, tiny_config(steps=3), mesh, parts, monkeypatch)
     run_killed_at(4, True, config, mesh, parts, monkeypatch)
     again = train.run(config, mesh, parts)
     assert model_bytes(tmp_path / "whole") == model_bytes(parts)
