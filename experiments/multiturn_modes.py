@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -89,18 +88,13 @@ def make_setup(config: QwenConfig, script: tuple[Attempt, ...], settings: Settin
         vocab_limit=config.vocab_size,
         stop_ids=(),
         decode_chunk=settings.decode_chunk,
-        **cache_rows_argument(settings.cache_rows or 2 * len(script)),
+        cache_rows=settings.cache_rows or 2 * len(script),
     )
     train = TrainStepConfig(micro_batch_rows=settings.micro_batch_rows, logprob_chunk=settings.logprob_chunk)
     optimizer = make_optimizer(1e-6)
     step = make_train_step(policy, optimizer, train)
     params = policy.init(jax.random.key(seed))
     return Setup(config, script, seed, settings, policy, params, sampler, optimizer, step, row_length)
-
-
-def cache_rows_argument(rows: int) -> dict[str, Any]:
-    """The argument that sizes the sampler's pool of kept caches; none where every slot keeps its own."""
-    return {"cache_rows": rows} if "cache_rows" in inspect.signature(Sampler).parameters else {}
 
 
 def with_aliases(policy: Policy) -> Policy:
