@@ -70,7 +70,7 @@ class Setup:
     train_step: Any
     score_step: Any
     reference: Params | None  # parameters of the reference policy, only where the loss has a KL term
-    to_decode: Any  # parameters as the sampler wants them
+    for_decoding: Any  # parameters as the sampler wants them
 
 
 def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def iterate(
     config = setup.config
     shards = sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
     tasks = setup.stream.batch_at(step)
-    params = setup.to_decode(state.params)
+    params = setup.for_decoding(state.params)
     trajectories = rollout(
         setup.sampler, params, tasks, attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
         prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
@@ -233,7 +233,7 @@ def build(
         train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
         score_step=make_score_step(policy, step_config, mesh),
         reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
-        to_decode=_decode_cast(config),
+        for_decoding=policy.for_decoding,
     )  # fmt: skip
     return setup, init_train_state(params, optimizer, mesh, shardings)
 
@@ -285,25 +285,13 @@ def _limits(config: RunConfig) -> Limits:
     return Limits(**dataclasses.asdict(config.limits))
 
 
-def _decode_cast(config: RunConfig) -> Any:
-    """Casts once per step what the sampler would otherwise cast once per token.
-
-    Nothing that the trainer reads at float32 is among it, so both stay the same function.
-    """
-    if config.model.compute_dtype == config.model.param_dtype:
-        return lambda params: params
-    dtype = jnp.dtype(config.model.compute_dtype)
-    cast = jax.jit(lambda layers: qwen.cast_matrices({"layers": layers}, dtype)["layers"])
-    return lambda params: params | {"layers": cast(params["layers"])}  # the rest is not copied
-
-
 # --- evaluation, checkpoints, summary ---
 
 
 def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) -> dict[str, Any]:
     """All evaluations of the configuration at one step, as plain numbers; they are written to the metrics too."""
     config, wanted = setup.config, setup.config.evaluation
-    params = setup.to_decode(params)
+    params = setup.for_decoding(params)
     started = time.time()
     values: Metrics = {}
     masked = 0

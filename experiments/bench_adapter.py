@@ -68,10 +68,11 @@ def build_rollout(size, config, policy, params):
     def run():
         repetition[0] += 1
         sampler.reset()  # no prompt may be found in a kept cache
+        ready = policy.for_decoding(params)  # a rollout follows an update, so this is part of it
         sampler.submit([SampleRequest(i, tokens, new, (repetition[0], i)) for i, tokens in enumerate(prompts)])
         samples = []
         while sampler.free() < count:
-            samples += sampler.step(params)
+            samples += sampler.step(ready)
         lengths = [len(sample.tokens) for sample in samples]
         assert lengths == [new] * count, lengths
         return {"compiled": sampler.compile_count}

@@ -61,6 +61,7 @@ class Model:
     config: QwenConfig
     policy: Policy
     params: Params
+    ready: Params  # for decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Cell:
 
 def make_model(config: QwenConfig) -> Model:
     policy = make_policy(config)
-    return Model(config, policy, policy.init(jax.random.key(0)))
+    params = policy.init(jax.random.key(0))
+    return Model(config, policy, params, policy.for_decoding(params))
 
 
 def make_sampler(model: Model, slots: int, chunk: int, prefill: tuple[int, int], caches: tuple[int, ...]) -> Sampler:
@@ -121,10 +123,10 @@ def decode_cell(
         while prepare:
             prepare.pop()()
         sampler.submit(requests)
-        sampler.step(model.params)
+        sampler.step(model.ready)
         sampler.stats = SamplerStats()
         start = time.perf_counter()
-        drain(sampler, model.params)
+        drain(sampler, model.ready)
         seconds = time.perf_counter() - start
         if sampler.stats.decode_steps != new:
             raise RuntimeError(f"{name}: {sampler.stats.decode_steps} decode steps were timed instead of {new}")
@@ -151,7 +153,7 @@ def context_cell(model: Model, shapes: Shapes, used: int) -> Cell:
 
     def grow() -> None:
         sampler.submit(make_requests(model, 1, full - 1, 1, (2,)))
-        drain(sampler, model.params)
+        drain(sampler, model.ready)
 
     return decode_cell(f"context {used}", model, sampler, used - 1 - chunk - new, new, grow)
 
@@ -165,7 +167,7 @@ def prefill_cell(model: Model, shapes: Shapes) -> Cell:
         requests = make_requests(model, slots, length, 1, (3, repetition))
         start = time.perf_counter()
         sampler.submit(requests)
-        drain(sampler, model.params)
+        drain(sampler, model.ready)
         return time.perf_counter() - start
 
     work = prefill_work(model.config, slots, length)

@@ -64,6 +64,7 @@ class Setup:
     settings: Settings
     policy: Policy
     params: Params
+    ready: Params  # for decoding
     sampler: Sampler
     optimizer: Any
     step: Callable[..., Any]
@@ -94,7 +95,19 @@ def make_setup(config: QwenConfig, script: tuple[Attempt, ...], settings: Settin
     optimizer = make_optimizer(1e-6)
     step = make_train_step(policy, optimizer, train)
     params = policy.init(jax.random.key(seed))
-    return Setup(config, script, seed, settings, policy, params, sampler, optimizer, step, row_length)
+    return Setup(
+        config,
+        script,
+        seed,
+        settings,
+        policy,
+        params,
+        policy.for_decoding(params),
+        sampler,
+        optimizer,
+        step,
+        row_length,
+    )
 
 
 def with_aliases(policy: Policy) -> Policy:
@@ -168,7 +181,7 @@ def _wave(
             prompts[number] = build_prompt(setup.script[number], [segment.tokens for segment in played[number]])
             requests.append(_request(setup, number, len(played[number]), prompts[number], fresh))
         sampler.submit(requests)
-        for sample in sampler.step(setup.params):
+        for sample in sampler.step(setup.ready):
             number = sample.request_id // MOST_SEGMENTS
             index = len(played[number])
             played[number] += (_segment(index, prompts.pop(number), sample),)

@@ -280,6 +280,35 @@ def test_unknown_choices_are_named(options: dict[str, str]) -> None:
         make_policy(SMALL, **options)  # type: ignore[arg-type]
 
 
+# ---- parameters for decoding -----------------------------------------------
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "qkv_bias": True, "tie_embeddings": False}])
+def test_parameters_for_decoding_compute_the_same(switches: Any, dtype: str, unroll: bool) -> None:
+    """Invariant 2, at bfloat16 too: the same bits as from the trainer's, with norm scales off the bfloat16 grid."""
+    config = QwenConfig(96, 32, 4, 4, 2, 16, 48, init_std=0.1, **switches)
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(generator.normal(1.0, 0.1, leaf.shape), jnp.float32), param_shapes(config)
+    )
+    policy = make_policy(config, compute_dtype=dtype, unroll=unroll)
+    ready = policy.for_decoding(params)
+    layers = ready["layers"][0] if unroll else ready["layers"]
+    assert layers["up"]["kernel"].dtype == dtype and layers["ffn_norm"]["scale"].dtype == jnp.float32
+    tokens = jnp.asarray(generator.integers(0, 96, (2, 24)), jnp.int32)
+    positions, same = jnp.broadcast_to(jnp.arange(24), (2, 24)), jnp.ones((2, 24), jnp.int32)
+
+    def forward(params: Any) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = policy.apply(params, tokens, positions, same)
+        return hidden, policy.logits(params, hidden)
+
+    (hidden, logits), (ready_hidden, ready_logits) = jax.jit(forward)(params), jax.jit(forward)(ready)
+    np.testing.assert_array_equal(hidden, ready_hidden)
+    np.testing.assert_allclose(logits, ready_logits, rtol=1e-6)  # the head's product may sum in another order
+
+
 # ---- the cache -------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from envace_jax.types import KVCache, Params, Policy
 
 __all__ = [
     "QwenConfig",
-    "cast_matrices",
     "logical_axes",
     "make_policy",
     "param_shapes",
@@ -38,6 +37,7 @@ REMAT: dict[str, Callable[..., Any] | None] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keeps projections, recomputes attention
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+TRANSPOSED_HEAD = "transposed_head"  # [D, V], beside a tied embedding in parameters for decoding
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -161,17 +161,16 @@ def shardings(config: QwenConfig, mesh: Mesh) -> Params:
     return sharding.param_shardings(mesh, logical_axes(config), param_shapes(config))
 
 
-def cast_matrices(params: Params, dtype: Any) -> Params:
-    """The parameters with the layers' matrices and biases in `dtype`; everything else as it is.
+def _cast_matrices(layers: Params, dtype: Any) -> Params:
+    """The layers with their matrices and biases in `dtype`, norm scales as they are.
 
-    Those are what a policy of this compute dtype casts at every use, so it computes the same, bit by bit. Norm scales,
-    the embedding and the head it reads at float32.
+    Those are what a policy of this compute dtype casts at every use, so it computes the same, bit by bit.
     """
 
     def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if path[-1].key in ("kernel", "bias") else leaf  # the parameters of `Matrix`
 
-    return params | {"layers": jax.tree_util.tree_map_with_path(cast, params["layers"])}
+    return jax.tree_util.tree_map_with_path(cast, layers)
 
 
 def _unstack(layers: Params, count: int) -> list[Params]:
@@ -234,7 +233,10 @@ class _Network:
             return ends.norm(x), cache
         written = []
         own = [None] * config.layers if cache is None else list(zip(cache.k, cache.v, strict=True))
-        for layer, cached in zip(_unstack(params["layers"], config.layers), own, strict=True):
+        layers = params["layers"]
+        if not isinstance(layers, tuple):
+            layers = _unstack(layers, config.layers)
+        for layer, cached in zip(layers, own, strict=True):
             x, new = body(x, (layer, cached))
             written.append(new)
         if cache is not None:
@@ -253,7 +255,21 @@ class _Network:
         read = attention.layer_reader(old_keys, old_values)
         return attention.attend_cached(query, key, value, lengths, old_values.shape[2], read), (keys, values)
 
+    def for_decoding(self, params: Params) -> Params:
+        ready = dict(params)
+        if self.written_out or self.dtype != jnp.float32:
+            ready["layers"] = jax.jit(self._decoding_layers)(params["layers"])
+        if self.config.tie_embeddings:
+            ready[TRANSPOSED_HEAD] = jax.jit(jnp.transpose)(params["embedding"])
+        return ready
+
+    def _decoding_layers(self, layers: Params) -> Any:
+        cast = _cast_matrices(layers, self.dtype)
+        return tuple(_unstack(cast, self.config.layers)) if self.written_out else cast
+
     def head(self, params: Params) -> jax.Array:
+        if TRANSPOSED_HEAD in params:
+            return params[TRANSPOSED_HEAD]
         ends = self._ends(params)
         return ends.embedding[...].T if ends.head is None else ends.head.kernel[...]
 
@@ -281,7 +297,8 @@ class _Network:
         return jax.jit(make)()
 
     def _ends(self, params: Params) -> Ends:
-        return nnx.merge(self.ends_definition, {name: value for name, value in params.items() if name != "layers"})
+        ends = {name: value for name, value in params.items() if name not in ("layers", TRANSPOSED_HEAD)}
+        return nnx.merge(self.ends_definition, ends)
 
     def _rows(self, x: jax.Array) -> jax.Array:
         return sharding.constrain(x, self.mesh, "batch", "length", None)
@@ -323,6 +340,7 @@ def make_policy(
         apply=network.apply,
         logits=network.logits,
         head=network.head,
+        for_decoding=network.for_decoding,
         init_cache=network.init_cache,
         vocab_size=config.vocab_size,
     )
