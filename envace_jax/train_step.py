@@ -10,7 +10,6 @@ the device: whoever reads the statistics does.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from envace_jax.grpo import DENOMINATORS, LOSSES, ROLES, Denominators, check_name, count_denominators
 from envace_jax.logprobs import token_logprobs
-from envace_jax.sharding import BATCH_AXES, replicated
+from envace_jax.micro_batches import join, split
+from envace_jax.sharding import replicated
 from envace_jax.types import Params, Policy, TrainBatch, TrainState
 
 OLD_LOGPROBS = ("trainer", "sampler")
@@ -162,42 +162,6 @@ def batch_logprobs(policy: Policy, config: TrainStepConfig, params: Params, batc
     return jnp.roll(logprobs, 1, axis=1)
 
 
-def _split(array: jax.Array, rows: int, shards: int) -> jax.Array:
-    """[B, T] -> [B / rows, rows, T]. A micro-batch takes the next rows / shards rows of every shard of the batch.
-
-    So each device keeps its own rows, and empty rows, last in every shard (`batching.deal_rows`), share micro-batches.
-    """
-    count = array.shape[0] // rows
-    parts = array.reshape(shards, count, rows // shards, *array.shape[1:])
-    return parts.swapaxes(0, 1).reshape(count, rows, *array.shape[1:])
-
-
-def _join(array: jax.Array, shards: int) -> jax.Array:
-    """The inverse of `_split`."""
-    count, rows = array.shape[:2]
-    parts = array.reshape(count, shards, rows // shards, *array.shape[2:])
-    return parts.swapaxes(0, 1).reshape(count * rows, *array.shape[2:])
-
-
-def _micro_batches(batch: Any, config: TrainStepConfig, mesh: Mesh | None) -> tuple[Any, int]:
-    """The batch cut into micro-batches [N, rows, T], and the shards that each is spread over."""
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    size = min(config.micro_batch_rows, rows)
-    if rows % size:
-        raise ValueError(
-            f"a batch of {rows} rows cannot be cut into micro-batches of {size}; make rows_multiple a multiple of "
-            "micro_batch_rows"
-        )
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if size % shards:
-        return jax.tree.map(lambda x: _split(x, size, 1), batch), 1
-    micro = jax.tree.map(lambda x: _split(x, size, shards), batch)
-    if mesh is not None:
-        sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
-        micro = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding), micro)
-    return micro, shards
-
-
 # --- steps ---
 
 
@@ -262,7 +226,7 @@ def loss_and_gradient(
     if config.kl_coef > 0.0 and ref_logprobs is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs; make them with make_score_step")
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator)
-    micro, _ = _micro_batches((batch, ref_logprobs), config, mesh)
+    micro, _ = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
 
     def part(one: tuple[TrainBatch, jax.Array | None]) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
@@ -343,7 +307,7 @@ def make_score_step(
         def one(micro: TrainBatch) -> jax.Array:
             return jnp.where(micro.loss_mask, batch_logprobs(policy, config, params, micro), 0.0)
 
-        micro, shards = _micro_batches(batch, config, mesh)
-        return _join(lax.map(one, micro), shards)
+        micro, shards = split(batch, config.micro_batch_rows, mesh)
+        return join(lax.map(one, micro), shards)
 
     return jax.jit(score)
