@@ -37,10 +37,7 @@ def token_logprobs(
     Returns:
       f32[B, T].
     """
-    if temperature <= 0.0:
-        raise ValueError(f"temperature must be > 0 for log-probabilities, not {temperature}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
+    check_chunking(temperature, chunk)
     rows, time = targets.shape
     width = min(time, max(1, chunk // rows))
     padding = -time % width
@@ -51,7 +48,15 @@ def token_logprobs(
     return _chunked(hidden, head, targets, float(temperature), limit, width)[:, :time]
 
 
-def _chunk_logits(hidden: jax.Array, head: jax.Array, temperature: float, limit: int) -> jax.Array:
+def check_chunking(temperature: float, chunk: int) -> None:
+    """Raises ValueError for settings under which there are no log-probabilities, or no chunks."""
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be > 0 for log-probabilities, not {temperature}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
+
+
+def chunk_logits(hidden: jax.Array, head: jax.Array, temperature: float, limit: int) -> jax.Array:
     """f32[B, C, V], by the same product as `Policy.logits`, so that sampler and trainer round alike."""
     logits = jnp.einsum("btd,dv->btv", hidden.astype(jnp.float32), head.astype(jnp.float32))
     if temperature != 1.0:
@@ -73,7 +78,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     def body(carry: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         picked, log_normalizers = carry
-        logits = _chunk_logits(lax.dynamic_slice_in_dim(hidden, start, width, 1), head, temperature, limit)
+        logits = chunk_logits(lax.dynamic_slice_in_dim(hidden, start, width, 1), head, temperature, limit)
         target = lax.dynamic_slice_in_dim(targets, start, width, 1)
         picked_here = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         normalizers_here = jax.nn.logsumexp(logits, axis=-1)
@@ -98,7 +103,7 @@ def _backward(
         hidden_here, target, normalizer, weight = (
             lax.dynamic_slice_in_dim(x, start, width, 1) for x in (hidden, targets, log_normalizers, cotangent)
         )
-        probabilities = jnp.exp(_chunk_logits(hidden_here, head, temperature, limit) - normalizer[..., None])
+        probabilities = jnp.exp(chunk_logits(hidden_here, head, temperature, limit) - normalizer[..., None])
         d_logits = (weight / temperature)[..., None] * ((columns == target[..., None]) - probabilities)
         here = jnp.einsum("btv,dv->btd", d_logits, head.astype(jnp.float32))
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, here.astype(d_hidden.dtype), start, 1)
