@@ -245,3 +245,7 @@ def policy_loss(
 
 
 LOSSES: Mapping[str, Callable[..., tuple[jax.Array, dict[str, jax.Array]]]] = {"ppo": policy_loss}
+
+# Losses that are sums over tokens, each from its own values alone: the train step forms them where it forms the logits.
+# Any other (one ratio for a sequence, say) is given log-probabilities of whole rows.
+TOKENWISE = frozenset({"ppo"})

@@ -10,6 +10,7 @@ the device: whoever reads the statistics does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from envace_jax.grpo import DENOMINATORS, LOSSES, ROLES, Denominators, check_name, count_denominators
+from envace_jax.fused_head import Stats, add_stats, head_loss
+from envace_jax.grpo import DENOMINATORS, LOSSES, ROLES, TOKENWISE, Denominators, check_name, count_denominators
 from envace_jax.logprobs import token_logprobs
 from envace_jax.micro_batches import join, split
 from envace_jax.sharding import replicated
@@ -27,7 +29,6 @@ from envace_jax.types import Params, Policy, TrainBatch, TrainState
 
 OLD_LOGPROBS = ("trainer", "sampler")
 SCHEDULES = ("constant", "linear", "cosine")
-Stats = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +166,30 @@ def batch_logprobs(policy: Policy, config: TrainStepConfig, params: Params, batc
 # --- steps ---
 
 
+def _token_loss(
+    config: TrainStepConfig, logprobs: jax.Array, mask: jax.Array, inputs: dict[str, Any], denominators: Denominators
+) -> tuple[jax.Array, Stats]:
+    """Loss and statistics of tokens in any arrangement: logprobs f32, mask bool and each of the inputs in one shape."""
+    sampled = inputs["old_logprobs"]
+    loss, stats = LOSSES[config.loss](
+        logprobs,
+        lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else sampled,
+        inputs["advantages"],
+        mask,
+        inputs["role"],
+        inputs["ref_logprobs"],
+        denominators=denominators,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        kl_coef=config.kl_coef,
+    )
+    difference = jnp.where(mask, jnp.abs(lax.stop_gradient(logprobs) - sampled), 0.0)
+    stats["logprob_diff"] = jnp.sum(difference) / denominators.tokens
+    stats["logprob_diff_max"] = jnp.max(difference, initial=0.0)
+    return loss, stats
+
+
 def _loss(
     policy: Policy,
     config: TrainStepConfig,
@@ -172,31 +197,33 @@ def _loss(
     batch: TrainBatch,
     ref_logprobs: jax.Array | None,
     denominators: Denominators,
+    shards: int,
+    mesh: Mesh | None,
 ) -> tuple[jax.Array, Stats]:
-    """A micro-batch's part of the loss and of the statistics."""
-    logprobs = batch_logprobs(policy, config, params, batch)
-    mask = batch.loss_mask
-    loss, stats = LOSSES[config.loss](
-        logprobs,
-        lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else batch.old_logprobs,
-        batch.advantages,
+    """A micro-batch's part of the loss and of the statistics; its rows are spread over `shards` pieces of the mesh."""
+    token_loss = functools.partial(_token_loss, config)
+    inputs = {name: getattr(batch, name) for name in ("advantages", "old_logprobs", "role")}
+    inputs |= {"ref_logprobs": ref_logprobs}
+    if config.loss not in TOKENWISE:
+        logprobs = batch_logprobs(policy, config, params, batch)
+        return token_loss(logprobs, batch.loss_mask, inputs, denominators)
+    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None)
+    # As in batch_logprobs: everything that is known of token t moves to the state at t - 1, which predicts it.
+    targets, mask, inputs = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.tokens, batch.loss_mask, inputs))
+    return head_loss(
+        hidden,
+        policy.head(params),
+        targets,
         mask,
-        batch.role,
-        ref_logprobs,
-        denominators=denominators,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        kl_coef=config.kl_coef,
+        inputs,
+        denominators,
+        token_loss,
+        temperature=config.temperature,
+        vocab_limit=config.vocab_limit,
+        chunk=config.logprob_chunk,
+        groups=shards,
+        mesh=mesh,
     )
-    difference = jnp.where(mask, jnp.abs(lax.stop_gradient(logprobs) - batch.old_logprobs), 0.0)
-    stats["logprob_diff"] = jnp.sum(difference) / denominators.tokens
-    stats["logprob_diff_max"] = jnp.max(difference, initial=0.0)
-    return loss, stats
-
-
-def _add_stats(total: Stats, part: Stats) -> Stats:
-    return {k: jnp.maximum(v, part[k]) if k.endswith("_max") else v + part[k] for k, v in total.items()}
 
 
 def _batch_stats(batch: TrainBatch, denominators: Denominators) -> Stats:
@@ -226,11 +253,11 @@ def loss_and_gradient(
     if config.kl_coef > 0.0 and ref_logprobs is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs; make them with make_score_step")
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator)
-    micro, _ = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
+    micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
 
     def part(one: tuple[TrainBatch, jax.Array | None]) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
-            return _loss(policy, config, p, one[0], one[1], denominators)
+            return _loss(policy, config, p, one[0], one[1], denominators, shards, mesh)
 
         (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
         return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), stats
@@ -238,7 +265,7 @@ def loss_and_gradient(
     def add(total: Any, one: Any) -> tuple[Any, None]:
         # Rows that only pad the batch to a compiled shape cost nothing.
         loss, gradient, stats = lax.cond(jnp.any(one[0].loss_mask), part, lambda _: zeros, one)
-        return (total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), _add_stats(total[2], stats)), None
+        return (total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), add_stats(total[2], stats)), None
 
     first = jax.tree.map(lambda x: x[0], micro)
     # Every statistic is at least 0, so zeros are neutral for the sums and for the maxima.

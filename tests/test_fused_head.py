@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envace_jax import train_step
 from envace_jax.fused_head import add_stats, head_loss
 from envace_jax.grpo import count_denominators, policy_loss
 from envace_jax.logprobs import token_logprobs
@@ -257,6 +259,14 @@ def test_three_products_with_the_head_and_one_without_gradients():
     assert products(jax.make_jaxpr(recomputed)(*arguments).jaxpr, VOCAB) >= 4
 
 
+def test_the_train_step_forms_three_products_with_the_head_for_each_micro_batch():
+    from test_train_step import BAG, CONFIG, batch_in
+    from test_train_step import VOCAB as vocabulary
+
+    trace = jax.make_jaxpr(functools.partial(train_step.loss_and_gradient, BAG, CONFIG))
+    assert products(trace(BAG.init(jax.random.key(0)), batch_in("packed")).jaxpr, vocabulary) == 3
+
+
 def test_memory_grows_with_the_chunk_and_not_with_time_times_vocabulary():
     """Forward and gradients together; the logits of all 2 x 512 tokens alone would take 32 MB."""
     vocab, width = 8192, 4
@@ -288,6 +298,37 @@ def test_memory_grows_with_the_chunk_and_not_with_time_times_vocabulary():
     assert long - short < 2 * 256 * one_token / 50
     assert long < 512 * one_token / 3
     assert wider - long > 0.9 * (128 - 32) * one_token
+
+
+def test_a_loss_that_is_not_a_sum_over_tokens_takes_the_other_path_to_the_same_numbers(monkeypatch):
+    from test_train_step import BAG, CONFIG, batch_in, distance
+
+    config = dataclasses.replace(CONFIG, old_logprobs="sampler", denominator="role", kl_coef=0.2)
+    batch = batch_in("packed")
+    arguments = BAG.init(jax.random.key(1)), batch, batch.old_logprobs + np.float32(0.1)
+    calls = collections.Counter()
+
+    def counted(name):
+        function = getattr(train_step, name)
+        return lambda *a, **k: (calls.update([name]), function(*a, **k))[1]
+
+    for name in ("head_loss", "token_logprobs"):
+        monkeypatch.setattr(train_step, name, counted(name))
+
+    def run():
+        return jax.jit(functools.partial(train_step.loss_and_gradient, BAG, config))(*arguments)
+
+    loss, gradient, stats = run()
+    assert calls["head_loss"] > 0 and calls["token_logprobs"] == 0
+    calls.clear()
+    monkeypatch.setattr(train_step, "TOKENWISE", frozenset())
+    other_loss, other_gradient, other_stats = run()
+    assert calls["head_loss"] == 0 and calls["token_logprobs"] > 0
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
+    assert distance(gradient, other_gradient) < 1e-5
+    assert stats.keys() == other_stats.keys()
+    for name, value in other_stats.items():
+        np.testing.assert_allclose(stats[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_with_the_trainers_own_log_probabilities_every_ratio_is_exactly_one():
