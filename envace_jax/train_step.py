@@ -295,22 +295,27 @@ def make_train_step(
     (|sampler - trainer| over trained tokens); and the loss function's own (`ratio`, `clip_fraction`, `kl`, ...).
     """
 
+    def advance(gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
+        updates, new = optimizer.update(gradient, opt_state, params)
+        # The gradient is float32 whatever the parameters are; what comes back keeps the dtype that went in.
+        return updates, jax.tree.map(lambda n, old: n.astype(old.dtype), new, opt_state)
+
+    def rest(gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
+        shapes, _ = jax.eval_shape(advance, gradient, opt_state, params)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), opt_state
+
     def step(state: TrainState, batch: TrainBatch, ref_logprobs: jax.Array | None = None) -> tuple[TrainState, Stats]:
         loss, gradient, stats = loss_and_gradient(policy, config, state.params, batch, ref_logprobs, mesh)
         grad_norm = optax.tree.norm(gradient)
         use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params, opt_state = jax.tree.map(
-            # The gradient is float32 whatever the parameters are; what comes back keeps the dtype that went in.
-            lambda new, old: jnp.where(use, new.astype(old.dtype), old),
-            (params, opt_state),
-            (state.params, state.opt_state),
-        )
+        # Two choices of what to write rather than one of what was written, and the norm taken between them: so nothing
+        # reads an old array while the new one is written in its place, and XLA copies no part of the donated state.
+        updates, opt_state = lax.cond(use, advance, rest, gradient, state.opt_state, state.params)
+        params = lax.cond(use, optax.apply_updates, lambda params, _: params, state.params, updates)
         stats |= {
             "loss": loss,
             "grad_norm": grad_norm,
-            "update_norm": jnp.where(use, optax.tree.norm(updates), 0.0),
+            "update_norm": optax.tree.norm(updates),
             "skipped": 1.0 - use.astype(jnp.float32),
         }
         return TrainState(state.step + 1, params, opt_state), stats

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -427,6 +428,8 @@ def test_memory_of_the_whole_step_grows_with_the_chunk_and_not_with_time_times_v
         batch = TrainBatch(ints, ints, ints, jax.ShapeDtypeStruct((rows, time), bool), floats, floats, ints)
         config = TrainStepConfig(micro_batch_rows=rows, logprob_chunk=chunk)
         compiled = make_train_step(wide, optimizer, config).lower(shapes, batch).compile()
+        # The donated state is written in place: a copy of any of it would take as much memory again.
+        assert not re.findall(rf"f32\[{vocab},8\]\S* copy\(", compiled.as_text())
         return compiled.memory_analysis().temp_size_in_bytes
 
     logits_of_one_token = vocab * 4
