@@ -8,7 +8,7 @@ they mean; knows no reward and no model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def make_batch(
     row_length: int,
     rows_multiple: int = 1,
     pad_id: int = 0,
+    drop_zero_advantage: bool = False,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Lays the segments of all trajectories that did not fail out in rows of `row_length` tokens.
 
@@ -60,10 +61,14 @@ def make_batch(
       rows_multiple: the number of rows is padded with empty ones to a multiple of this, from the list of
         `buckets.train_rows`.
       pad_id: fills unused places; the trainer never sees it (sequence id 0).
+      drop_zero_advantage: leaves out the streams whose segments all have advantage 0 (groups whose attempts were
+        rewarded alike): a loss without a KL term learns nothing from them. The loss must still be divided by their
+        tokens, so give the train step `role_tokens` of the returned statistics.
 
     Returns:
       A `TrainBatch` of numpy arrays [B, row_length], and a dict of plain floats: `rows` (B), `sequences`, `tokens`
-      (without padding), `fill` (their share of the batch), `trained_tokens_act`, `trained_tokens_rehearse`.
+      (without padding), `fill` (their share of the batch), `dropped_tokens` (of the streams left out), and, with what
+      was left out, `trained_tokens_act` and `trained_tokens_rehearse`.
 
     Raises:
       ValueError: an unknown layout, a segment without prompt or of unequal array lengths, or one that is too long;
@@ -77,18 +82,26 @@ def make_batch(
         _check(trajectory, values, row_length)
         if trajectory.status == "ok":
             streams += _streams(trajectory, values, merge=layout != "segment")
+    stats = {f"trained_tokens_{role.name.lower()}": float(_sampled(streams, role)) for role in ROLES}
+    before = sum(map(len, streams))
+    if drop_zero_advantage:
+        streams = [stream for stream in streams if any(advantage for _, advantage in stream.parts)]
     rows = _pack(streams, row_length) if layout == "packed" else [[stream] for stream in streams]
     batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple), pad_id)
     tokens = sum(map(len, streams))
-    stats = {
+    stats |= {
         "rows": float(batch.tokens.shape[0]),
         "sequences": float(len(streams)),
         "tokens": float(tokens),
         "fill": tokens / batch.tokens.size,
+        "dropped_tokens": float(before - tokens),
     }
-    for role in ROLES:
-        stats[f"trained_tokens_{role.name.lower()}"] = float(np.sum(batch.loss_mask & (batch.role == role)))
     return batch, stats
+
+
+def role_tokens(stats: Mapping[str, float]) -> np.ndarray:
+    """f32[number of roles]: trained tokens of each role, dropped ones included, from the statistics of `make_batch`."""
+    return np.array([stats[f"trained_tokens_{role.name.lower()}"] for role in ROLES], np.float32)
 
 
 def deal_rows(batch: TrainBatch, shards: int) -> TrainBatch:
@@ -139,6 +152,11 @@ def _continues(stream: Stream, segment: Segment) -> bool:
     """Whether the prompt begins with every token of the stream: array comparison, nothing is decoded."""
     length = len(stream)
     return len(segment.prompt_tokens) >= length and np.array_equal(segment.prompt_tokens[:length], stream.tokens)
+
+
+def _sampled(streams: list[Stream], role: Role) -> int:
+    """Tokens that the policy sampled in a role."""
+    return sum(len(segment.tokens) for stream in streams for segment, _ in stream.parts if segment.role == role)
 
 
 def _pack(streams: list[Stream], row_length: int) -> list[list[Stream]]:

@@ -163,24 +163,33 @@ class Denominators(NamedTuple):
     """What sums over tokens are divided by: counts of the *whole* batch, taken before it is cut into micro-batches."""
 
     loss: jax.Array  # f32[number of roles], for the loss of a token in that role
-    tokens: jax.Array  # f32[], trained tokens (at least 1), for the statistics
-    role_tokens: jax.Array  # f32[number of roles], trained tokens of each role (at least 1), for the statistics
+    tokens: jax.Array  # f32[], trained tokens that are in the rows (at least 1), for the statistics
 
 
-def count_denominators(loss_mask: jax.Array, role: jax.Array, denominator: str = "tokens") -> Denominators:
+def count_role_tokens(loss_mask: jax.Array, role: jax.Array) -> jax.Array:
+    """f32[number of roles]: trained tokens of each role; loss_mask bool[B, T], role i32[B, T]."""
+    return jnp.stack([jnp.sum(loss_mask & (role == r)) for r in ROLES]).astype(jnp.float32)
+
+
+def count_denominators(
+    loss_mask: jax.Array, role: jax.Array, denominator: str = "tokens", role_tokens: jax.Array | None = None
+) -> Denominators:
     """Denominators of a whole batch: loss_mask bool[B, T], role i32[B, T].
 
     `"tokens"` makes the loss the mean over all trained tokens (the authors' choice). `"role"` makes it the
     mean, over the roles that occur, of each role's own token mean, so a talkative role does not drown the other.
+
+    role_tokens f32[number of roles] are the trained tokens that the loss is divided by where the rows do not hold them
+    all (`batching.make_batch` left those without advantage out); None counts what the rows hold.
     """
     check_name("denominator", denominator, DENOMINATORS)
-    per_role = jnp.stack([jnp.sum(loss_mask & (role == r)) for r in ROLES]).astype(jnp.float32)
-    tokens = jnp.maximum(jnp.sum(per_role), 1.0)
+    held = count_role_tokens(loss_mask, role)
+    per_role = held if role_tokens is None else role_tokens
     if denominator == "tokens":
-        loss = jnp.full_like(per_role, tokens)
+        loss = jnp.full_like(per_role, jnp.maximum(jnp.sum(per_role), 1.0))
     else:
         loss = jnp.maximum(per_role * jnp.sum(per_role > 0), 1.0)
-    return Denominators(loss, tokens, jnp.maximum(per_role, 1.0))
+    return Denominators(loss, jnp.maximum(jnp.sum(held), 1.0))
 
 
 def low_variance_kl(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:

@@ -21,7 +21,16 @@ from jax import lax
 from jax.sharding import Mesh
 
 from envace_jax.fused_head import Stats, add_stats, head_loss
-from envace_jax.grpo import DENOMINATORS, LOSSES, ROLES, TOKENWISE, Denominators, check_name, count_denominators
+from envace_jax.grpo import (
+    DENOMINATORS,
+    LOSSES,
+    ROLES,
+    TOKENWISE,
+    Denominators,
+    check_name,
+    count_denominators,
+    count_role_tokens,
+)
 from envace_jax.logprobs import token_logprobs
 from envace_jax.micro_batches import join, split
 from envace_jax.sharding import replicated
@@ -226,15 +235,15 @@ def _loss(
     )
 
 
-def _batch_stats(batch: TrainBatch, denominators: Denominators) -> Stats:
-    """Token counts and advantages of each role over the whole batch."""
-    stats = {"tokens": jnp.sum(batch.loss_mask).astype(jnp.float32)}
+def _batch_stats(batch: TrainBatch, role_tokens: jax.Array) -> Stats:
+    """Token counts and advantages of each role over the whole batch; role_tokens f32[number of roles]."""
+    stats = {"tokens": jnp.sum(role_tokens)}
     for role in ROLES:
         name, own = role.name.lower(), batch.loss_mask & (batch.role == role)
         advantages = jnp.where(own, batch.advantages, 0.0)
-        stats[f"tokens_{name}"] = jnp.sum(own).astype(jnp.float32)
-        stats[f"advantage_{name}"] = jnp.sum(advantages) / denominators.role_tokens[role]
-        stats[f"advantage_abs_{name}"] = jnp.sum(jnp.abs(advantages)) / denominators.role_tokens[role]
+        stats[f"tokens_{name}"] = role_tokens[role]
+        stats[f"advantage_{name}"] = jnp.sum(advantages) / jnp.maximum(role_tokens[role], 1.0)
+        stats[f"advantage_abs_{name}"] = jnp.sum(jnp.abs(advantages)) / jnp.maximum(role_tokens[role], 1.0)
     return stats
 
 
@@ -245,14 +254,19 @@ def loss_and_gradient(
     batch: TrainBatch,
     ref_logprobs: jax.Array | None = None,
     mesh: Mesh | None = None,
+    role_tokens: jax.Array | None = None,
 ) -> tuple[jax.Array, Params, Stats]:
     """Loss f32[], its gradient (float32, like params) and statistics of a whole batch; to be called inside jit.
+
+    role_tokens f32[number of roles]: trained tokens of each role, where the rows do not hold them all.
 
     Raises ValueError (while tracing) when the rows cannot be cut, or kl_coef > 0 without ref_logprobs f32[B, T].
     """
     if config.kl_coef > 0.0 and ref_logprobs is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs; make them with make_score_step")
-    denominators = count_denominators(batch.loss_mask, batch.role, config.denominator)
+    if role_tokens is None:
+        role_tokens = count_role_tokens(batch.loss_mask, batch.role)
+    denominators = count_denominators(batch.loss_mask, batch.role, config.denominator, role_tokens)
     micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
 
     def part(one: tuple[TrainBatch, jax.Array | None]) -> tuple[jax.Array, Params, Stats]:
@@ -274,7 +288,7 @@ def loss_and_gradient(
         loss, gradient, stats = part(first)
     else:
         (loss, gradient, stats), _ = lax.scan(add, zeros, micro)
-    return loss, gradient, stats | _batch_stats(batch, denominators)
+    return loss, gradient, stats | _batch_stats(batch, role_tokens)
 
 
 def make_train_step(
@@ -284,7 +298,10 @@ def make_train_step(
     mesh: Mesh | None = None,
     param_shardings: Any = None,
 ) -> Callable[..., tuple[TrainState, Stats]]:
-    """A jitted (state, batch, ref_logprobs=None) -> (state, stats); the state is donated.
+    """A jitted (state, batch, ref_logprobs=None, role_tokens=None) -> (state, stats); the state is donated.
+
+    A batch without the tokens whose advantage is 0 needs role_tokens (`batching.role_tokens`), which count them: then
+    loss, gradient, and all statistics but the means and maxima over the tokens in the rows are those of the full batch.
 
     A batch that trains no token, and a loss or gradient that is not finite, leave parameters and optimizer state
     (weight decay, moments, schedule) exactly as they were and set `skipped` to 1; the state's `step`, which counts
@@ -304,8 +321,13 @@ def make_train_step(
         shapes, _ = jax.eval_shape(advance, gradient, opt_state, params)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), opt_state
 
-    def step(state: TrainState, batch: TrainBatch, ref_logprobs: jax.Array | None = None) -> tuple[TrainState, Stats]:
-        loss, gradient, stats = loss_and_gradient(policy, config, state.params, batch, ref_logprobs, mesh)
+    def step(
+        state: TrainState,
+        batch: TrainBatch,
+        ref_logprobs: jax.Array | None = None,
+        role_tokens: jax.Array | None = None,
+    ) -> tuple[TrainState, Stats]:
+        loss, gradient, stats = loss_and_gradient(policy, config, state.params, batch, ref_logprobs, mesh, role_tokens)
         grad_norm = optax.tree.norm(gradient)
         use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
         # Two choices of what to write rather than one of what was written, and the norm taken between them: so nothing

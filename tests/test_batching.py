@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envace_jax.batching import deal_rows, make_batch
+from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.types import Role, Segment, TrainBatch, Trajectory
 
 IM_END, END_OF_TEXT = 8, 9
@@ -120,6 +120,24 @@ def test_failed_trajectories_are_left_out_and_an_empty_batch_is_allowed():
     assert batch.tokens.shape == (2, 4) and (batch.tokens == 3).all()
     assert stats["tokens"] == stats["trained_tokens_act"] == stats["trained_tokens_rehearse"] == 0
     assert make_batch([], [], row_length=4)[0].tokens.shape == (1, 4)
+
+
+def test_streams_without_any_advantage_are_left_out_but_counted():
+    even = trajectory(segment(Role.ACT, [1], [2, 3]), segment(Role.REHEARSE, [4], [5]), segment(Role.ACT, [6], [7]))
+    advantages = [np.array([0, -0.0, 0], np.float32), np.array([0, 0, 0.75], np.float32)]
+    attempts = [even, two_turn_trajectory()]
+    options = {"layout": "segment", "row_length": 9}
+    full, full_stats = make_batch(attempts, advantages, **options)
+    batch, stats = make_batch(attempts, advantages, **options, drop_zero_advantage=True)
+    assert full_stats["rows"] == 6 and full_stats["dropped_tokens"] == 0
+    np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 8, 7, 7, 2, 8]])
+    assert stats["sequences"] == 1 and stats["tokens"] == 9 and stats["dropped_tokens"] == 3 + 2 + 2 + 5 + 4
+    np.testing.assert_array_equal(role_tokens(stats), np.array([8, 3], np.float32))
+    np.testing.assert_array_equal(role_tokens(stats), role_tokens(full_stats))
+    # Merged, the act stream of the second trajectory has an advantage in its last segment, and so stays whole.
+    merged, stats = make_batch(attempts, advantages, layout="merged", row_length=9, drop_zero_advantage=True)
+    np.testing.assert_array_equal(merged.loss_mask.sum(1), [5])
+    np.testing.assert_array_equal(role_tokens(stats), role_tokens(full_stats))
 
 
 def test_dtypes_are_those_of_the_type():

@@ -19,7 +19,7 @@ from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envace_jax.batching import make_batch
+from envace_jax.batching import make_batch, role_tokens
 from envace_jax.grpo import role_advantages
 from envace_jax.models.qwen import QwenConfig, make_policy
 from envace_jax.train_step import (
@@ -355,6 +355,44 @@ def test_an_empty_batch_leaves_everything_but_the_step():
     for name in ("loss", "grad_norm", "update_norm", "tokens", "ratio", "logprob_diff_max"):
         assert stats[name] == 0, name
     assert all(bool(jnp.isfinite(value)) for value in stats.values())
+
+
+@pytest.mark.parametrize("denominator", ["tokens", "role"])
+def test_leaving_out_what_has_no_advantage_changes_no_gradient(denominator):
+    """The loss is divided by the tokens left out too."""
+    advantages, _ = role_advantages(trajectories())
+    some = [values * (number % 2) for number, values in enumerate(advantages)]  # every other attempt
+    options = {"row_length": ROW, "rows_multiple": 24}
+    full, full_stats = make_batch(trajectories(), some, **options)
+    short, stats = make_batch(trajectories(), some, **options, drop_zero_advantage=True)
+    assert 0 < short.loss_mask.sum() < full.loss_mask.sum() and stats["dropped_tokens"] > 0
+    config = dataclasses.replace(CONFIG, denominator=denominator)
+    parameters = BAG.init(jax.random.key(2))
+    loss, gradient, expected = compiled_gradient(config, BAG)(parameters, full)
+    found = compiled_gradient(config, BAG)(parameters, short, role_tokens=role_tokens(stats))
+    np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+    assert distance(found[1], gradient) < 1e-5
+    for name in expected:
+        if name.startswith(("tokens", "advantage")):
+            np.testing.assert_allclose(found[2][name], expected[name], rtol=1e-5, err_msg=name)
+    assert found[2]["ratio"] == pytest.approx(1.0)
+
+
+def test_a_batch_from_which_everything_was_left_out_takes_the_step_that_the_full_one_takes():
+    """AdamW's moments and its weight decay move parameters without a gradient too."""
+    optimizer = make_optimizer(1e-3)
+    step = make_train_step(BAG, optimizer, CONFIG)
+    nothing = [np.zeros(len(t.segments), np.float32) for t in trajectories()]
+    states = []
+    for drop in (False, True):
+        batch, counts = make_batch(trajectories(), nothing, row_length=ROW, rows_multiple=24, drop_zero_advantage=drop)
+        assert batch.loss_mask.any() != drop
+        state = init_train_state(BAG.init(jax.random.key(0)), optimizer)
+        state, _ = step(state, batch_in("packed"), None, role_tokens(counts))
+        state, stats = step(state, batch, None, role_tokens(counts))
+        assert stats["skipped"] == 0 and stats["loss"] == 0 and stats["update_norm"] > 0
+        states.append(state)
+    assert equal(*states)
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied():
