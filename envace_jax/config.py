@@ -134,6 +134,7 @@ class BatchConfig:
     rows_multiple: int = 1  # the number of rows is padded to a multiple of this
     micro_batch_rows: int = 1  # rows whose activations are alive at once
     logprob_chunk: int = 1024  # tokens whose logits are alive at once
+    drop_zero_advantage: bool = False  # spend nothing on sequences whose attempts were all rewarded alike
 
 
 @dataclasses.dataclass(frozen=True)

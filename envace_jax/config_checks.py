@@ -125,6 +125,11 @@ def _learning(config: RunConfig) -> Iterator[str]:
         )
     if grpo.clip_low >= 1:
         yield f"grpo.clip_low: {grpo.clip_low} must be below 1 (the ratio is kept above 1 - clip_low)"
+    if config.batch.drop_zero_advantage and grpo.kl_coef > 0:
+        yield (
+            f"batch.drop_zero_advantage: with grpo.kl_coef={grpo.kl_coef} sequences without advantage have a loss too; "
+            "set it to False"
+        )
     if 0 < grpo.dual_clip <= 1:
         yield f"grpo.dual_clip: {grpo.dual_clip} must be above 1, or 0 to turn it off"
     if config.sampler.temperature == 0:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, sharding, workfolder
-from envace_jax.batching import deal_rows, make_batch
+from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
@@ -171,12 +171,14 @@ def iterate(
     batch, batch_stats = make_batch(
         trajectories, advantages, layout=config.batch.layout, row_length=config.batch.row_length,
         rows_multiple=config.batch.rows_multiple * shards, pad_id=setup.prompts.chat.pad_id,
+        drop_zero_advantage=config.batch.drop_zero_advantage,
     )  # fmt: skip
     batch = deal_rows(batch, shards)
     device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
+    counts = jax.device_put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
     with jax.transfer_guard("disallow"):
         reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
-        state, stats = setup.train_step(state, device_batch, reference)
+        state, stats = setup.train_step(state, device_batch, reference, counts)
     metrics = {name: float(value) for name, value in jax.device_get(stats).items()}
     metrics |= advantage_stats | {f"batch_{name}": value for name, value in batch_stats.items()}
     metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}

@@ -163,6 +163,10 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"limits__rehearse_response": 97}, "prompts.max_rehearse_prompt + limits.rehearse_response = 416 + 97"),
         ({"prompts__max_act_prompt": 500}, "prompts.max_act_prompt + limits.act_response = 500 + 96"),
         ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),
+        (
+            {"batch__drop_zero_advantage": True, "grpo__kl_coef": 0.1},
+            "batch.drop_zero_advantage: with grpo.kl_coef=0.1 sequences without advantage have a loss too",
+        ),
         ({"grpo__dual_clip": 0.5}, "grpo.dual_clip: 0.5 must be above 1, or 0 to turn it off"),
         ({"grpo__clip_low": 1.0}, "grpo.clip_low: 1.0 must be below 1"),
         ({"data__attempts": 1, "grpo__singleton": "zero"}, "data.attempts: a group of 1 gives no signal"),
