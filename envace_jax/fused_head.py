@@ -2,8 +2,9 @@
 
 A chunk's logits are formed once and give log-probabilities, loss and both gradients before they are dropped: three
 products with the head, where recomputing them in a backward pass takes four. Tokens that are not trained cost nothing,
-and no [B, T, V] array exists. Knows hidden states, an output projection and a loss given as a function; knows nothing
-of networks, roles or what the loss means.
+and no [B, T, V] array exists. A chunk walks the vocabulary in blocks, so that what is formed from its logits, and the
+part of the head that meets them, stay near the processor. Knows hidden states, an output projection and a loss given as
+a function; knows nothing of networks, roles or what the loss means.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from envace_jax.logprobs import check_chunking, chunk_logits
-from envace_jax.sharding import constrain
+from envace_jax.sharding import RULES, axis_size, constrain
 
 Stats = dict[str, jax.Array]
 # (logprobs f32[G, C], mask bool[G, C], inputs [G, C], shared) -> (sum over tokens where mask, statistics)
@@ -38,6 +39,7 @@ def head_loss(
     temperature: float = 1.0,
     vocab_limit: int | None = None,
     chunk: int = 1024,
+    vocab_block: int = 8192,
     groups: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Stats]:
@@ -58,6 +60,7 @@ def head_loss(
       temperature: the one the tokens were sampled at (> 0).
       vocab_limit: ids at or above it (rows that pad the embedding) have probability 0. None: all V are real.
       chunk: how many tokens have their logits in memory at once, all groups together (at least one of each).
+      vocab_block: the most ids of a block; a vocabulary that the mesh cuts is one block.
       groups: equal parts of the rows, in order, whose trained tokens are gathered each by itself. Give the number of
         pieces that a mesh cuts the rows into: then no token leaves its device, and the gradient of the head is summed
         over the devices once, not in every chunk. The time is that of the group that trains most.
@@ -73,11 +76,15 @@ def head_loss(
     length = rows // groups * time
     # Rows of the vocabulary first, as a tied embedding is stored: there the two transpositions cancel.
     vocabulary = head.T
+    whole = mesh is not None and axis_size(mesh, RULES["vocab"]) > 1  # a block must not lie across devices
+    blocks = 1 if whole else -(-vocabulary.shape[0] // vocab_block)
     plan = _Plan(
         token_loss=token_loss,
         temperature=float(temperature),
         limit=vocabulary.shape[0] if vocab_limit is None else vocab_limit,
         width=min(length, max(1, chunk // groups)),
+        blocks=blocks,
+        block=-(-vocabulary.shape[0] // blocks),
         mesh=mesh,
     )
     hidden, mask, targets, inputs = jax.tree.map(
@@ -99,6 +106,8 @@ class _Plan:
     temperature: float
     limit: int
     width: int  # tokens of one group in a chunk
+    blocks: int  # of the vocabulary
+    block: int  # ids in a block; the last one begins early enough to be full
     mesh: Mesh | None
 
 
@@ -128,7 +137,7 @@ def _fused(
 
     def part(number: jax.Array) -> tuple[jax.Array, Stats]:
         tokens = take(number)
-        _, _, logprobs = _score(plan, tokens, whole)
+        _, _, logprobs = _score(plan, tokens, whole, None)
         return plan.token_loss(logprobs, tokens.mask, tokens.inputs, shared)
 
     def body(number: jax.Array, total: tuple[jax.Array, Stats]) -> tuple[jax.Array, Stats]:
@@ -152,31 +161,31 @@ def _forward(
     groups, length, width = hidden.shape
     whole = _whole(plan, vocabulary)
 
-    def part(number: jax.Array) -> tuple[jax.Array, Stats, jax.Array, jax.Array]:
+    def part(number: jax.Array, kept: jax.Array, sums: jax.Array) -> Any:
         tokens = take(number)
-        logits, normalizers, logprobs = _score(plan, tokens, whole)
+        logits, normalizers, logprobs = _score(plan, tokens, whole, kept)
+        assert logits is not None
 
         def loss_of(logprobs: jax.Array) -> tuple[jax.Array, Stats]:
             return plan.token_loss(logprobs, tokens.mask, tokens.inputs, shared)
 
         loss, pull, stats = jax.vjp(loss_of, logprobs, has_aux=True)
         weight = jnp.where(tokens.mask, pull(jnp.ones_like(loss))[0], 0.0) / plan.temperature
-        target = jnp.arange(logits.shape[-1]) == tokens.targets[..., None]
-        d_logits = weight[..., None] * (target - jnp.exp(logits - normalizers[..., None]))
-        d_states = jnp.einsum("gcv,vd->gcd", d_logits, whole.astype(jnp.float32))
-        d_vocabulary = jnp.einsum("gcv,gcd->gvd", d_logits, tokens.hidden.astype(jnp.float32))
-        return loss, stats, d_states.astype(hidden.dtype), d_vocabulary
+        d_states, sums = _gradients(plan, tokens, whole, logits, normalizers, weight, sums)
+        return loss, stats, d_states.astype(hidden.dtype), logits, sums
 
     def body(number: jax.Array, total: Any) -> Any:
-        loss, stats, d_states, d_vocabulary = part(number)
+        loss, stats, d_states, kept, sums = part(number, *total[3:])
         in_front = lax.dynamic_update_slice_in_dim(total[2], d_states, number * plan.width, 1)
-        return total[0] + loss, add_stats(total[1], stats), in_front, total[3] + d_vocabulary
+        return total[0] + loss, add_stats(total[1], stats), in_front, kept, sums
 
-    loss, stats = _zeros_like(lambda number: part(number)[:2])
     in_front = jnp.zeros((groups, length + -length % plan.width, width), hidden.dtype)
+    kept = jnp.zeros((plan.blocks, groups, plan.width, plan.block), jnp.float32)
+    kept = constrain(kept, plan.mesh, None, "batch", None, "vocab")
     # A sum for each group, so that devices add theirs up without a word to each other until the end.
     sums = constrain(jnp.zeros((groups, *vocabulary.shape), jnp.float32), plan.mesh, "batch", "vocab", None)
-    loss, stats, in_front, sums = lax.fori_loop(0, steps, body, (loss, stats, in_front, sums))
+    loss, stats = _zeros_like(lambda number: part(number, kept, sums)[:2])
+    loss, stats, in_front, _, sums = lax.fori_loop(0, steps, body, (loss, stats, in_front, kept, sums))
 
     place = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
     d_hidden = jnp.where(mask[..., None], _take(in_front, place), 0)
@@ -226,12 +235,76 @@ def _take(array: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")
 
 
-def _score(plan: _Plan, tokens: _Tokens, vocabulary: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits f32[G, C, V], their log-sum-exp and the targets' log-probabilities f32[G, C]."""
-    logits = chunk_logits(tokens.hidden, vocabulary.T, plan.temperature, plan.limit)
-    normalizers = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, tokens.targets[..., None], axis=-1)[..., 0]
-    return logits, normalizers, picked - normalizers
+def _score(
+    plan: _Plan, tokens: _Tokens, vocabulary: jax.Array, kept: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """`kept` f32[blocks, G, C, block] with the chunk's logits, their log-sum-exp and log-probabilities f32[G, C]."""
+
+    def body(number: jax.Array, carry: Any) -> Any:
+        kept, top, total, picked = carry
+        first, part = _block(plan, vocabulary, number, 0)
+        ids, new = _ids(plan, first, number)
+        logits = chunk_logits(tokens.hidden, part.T, plan.temperature, plan.block)
+        if plan.limit < vocabulary.shape[0] or plan.blocks * plan.block > vocabulary.shape[0]:
+            logits = jnp.where(new & (ids < plan.limit), logits, -jnp.inf)
+        higher = jnp.maximum(top, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(top - higher) + jnp.sum(jnp.exp(logits - higher[..., None]), axis=-1)
+        place = tokens.targets - first
+        here = jnp.take_along_axis(logits, jnp.clip(place, 0, plan.block - 1)[..., None], axis=-1)[..., 0]
+        own = (tokens.targets >= number * plan.block) & (place < plan.block)
+        if kept is not None:
+            kept = lax.dynamic_update_index_in_dim(kept, logits, number, 0)
+        return kept, higher, total, jnp.where(own, here, picked)
+
+    zeros = jnp.zeros(tokens.targets.shape, jnp.float32)
+    lowest = jnp.full_like(zeros, jnp.finfo(jnp.float32).min)  # finite: a block may hold no id below the limit
+    kept, top, total, picked = lax.fori_loop(0, plan.blocks, body, (kept, lowest, zeros, zeros))
+    normalizers = top + jnp.log(total)
+    return kept, normalizers, picked - normalizers
+
+
+def _gradients(
+    plan: _Plan,
+    tokens: _Tokens,
+    vocabulary: jax.Array,
+    kept: jax.Array,
+    normalizers: jax.Array,
+    weight: jax.Array,
+    sums: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the sum of weight f32[G, C] x log-probability: in the states f32[G, C, D], and `sums`
+    f32[G, V, D] with those in the vocabulary added."""
+
+    def body(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        d_states, sums = carry
+        first, part = _block(plan, vocabulary, number, 0)
+        ids, new = _ids(plan, first, number)
+        logits = lax.dynamic_index_in_dim(kept, number, 0, keepdims=False)
+        target = (ids == tokens.targets[..., None]) & new
+        d_logits = weight[..., None] * (target - jnp.exp(logits - normalizers[..., None]))
+        d_states += jnp.einsum("gcv,vd->gcd", d_logits, part.astype(jnp.float32))
+        d_part = jnp.einsum("gcv,gcd->gvd", d_logits, tokens.hidden.astype(jnp.float32))
+        if plan.blocks == 1:
+            return d_states, sums + d_part
+        _, old = _block(plan, sums, number, 1)
+        return d_states, lax.dynamic_update_slice_in_dim(sums, old + d_part, first, 1)
+
+    zeros = jnp.zeros(tokens.hidden.shape, jnp.float32)
+    return lax.fori_loop(0, plan.blocks, body, (zeros, sums))
+
+
+def _block(plan: _Plan, array: jax.Array, number: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The first id of a block, and the block of an array with the vocabulary on `axis`."""
+    if plan.blocks == 1:
+        return jnp.zeros_like(number), array
+    first = jnp.minimum(number * plan.block, array.shape[axis] - plan.block)
+    return first, lax.dynamic_slice_in_dim(array, first, plan.block, axis)
+
+
+def _ids(plan: _Plan, first: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The ids of a block, i32[block], and which of them, bool[block], were not in the block before it already."""
+    ids = first + jnp.arange(plan.block)
+    return ids, ids >= number * plan.block
 
 
 def _zeros_like(part: Callable[[jax.Array], Any]) -> Any:

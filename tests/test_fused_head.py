@@ -79,7 +79,7 @@ def separate(options, logprobs_of):
     return with_gradients(loss)
 
 
-def fused_loss(options, chunk, groups, hidden, head, targets, mask, inputs):
+def fused_loss(options, chunk, groups, block, hidden, head, targets, mask, inputs):
     return head_loss(
         hidden,
         head,
@@ -91,13 +91,14 @@ def fused_loss(options, chunk, groups, hidden, head, targets, mask, inputs):
         temperature=options.temperature,
         vocab_limit=options.limit,
         chunk=chunk,
+        vocab_block=block,
         groups=groups,
     )
 
 
 @functools.cache
-def fused(options, chunk, groups=1):
-    return with_gradients(functools.partial(fused_loss, options, chunk, groups))
+def fused(options, chunk, groups=1, block=VOCAB):
+    return with_gradients(functools.partial(fused_loss, options, chunk, groups, block))
 
 
 def problem(mask, seed=0, dtype=jnp.float32, kl=True):
@@ -168,6 +169,15 @@ def test_every_mask_gives_the_dense_formula_in_any_chunks_and_groups(chunk, grou
         assert got[0][1]["calls"] == -(-most // min(ROWS * TIME // groups, chunk // groups)), name
 
 
+@pytest.mark.parametrize("block", [1, 4, 7, 10, 18])  # the last block overlaps the one before it, or does not
+@pytest.mark.parametrize("options", OPTIONS)
+def test_blocks_of_the_vocabulary_change_nothing(options, block):
+    """Also where whole blocks lie beyond the limit, and targets in the overlap."""
+    for name in ("random", "all"):
+        arguments = problem(masks()[name], kl=options.kl_coef > 0)
+        assert_same(fused(options, 9, 1, block)(*arguments), separate(options, dense_logprobs)(*arguments))
+
+
 @pytest.mark.parametrize("options", OPTIONS[1:])
 @pytest.mark.parametrize("of", [dense_logprobs, chunked_logprobs])
 def test_every_option_gives_what_separate_log_probabilities_give(options, of):
@@ -190,7 +200,7 @@ def test_random_masks_and_numbers_give_the_dense_formula(trained, cut, seed):
 def test_without_gradients_the_numbers_are_the_same():
     options = OPTIONS[1]
     arguments = problem(masks()["random"])
-    loss, stats = jax.jit(functools.partial(fused_loss, options, 9, 1))(*arguments)
+    loss, stats = jax.jit(functools.partial(fused_loss, options, 9, 1, 7))(*arguments)
     (expected, expected_stats), _ = fused(options, 9)(*arguments)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     for name, value in expected_stats.items():
@@ -199,7 +209,7 @@ def test_without_gradients_the_numbers_are_the_same():
 
 def test_the_gradient_scales_with_what_the_loss_is_multiplied_by():
     arguments = problem(masks()["random"])
-    doubled = with_gradients(lambda *a: (lambda loss, stats: (-2.5 * loss, stats))(*fused_loss(PLAIN, 9, 1, *a)))
+    doubled = with_gradients(lambda *a: (lambda loss, stats: (-2.5 * loss, stats))(*fused_loss(PLAIN, 9, 1, 7, *a)))
     (_, got), (_, want) = doubled(*arguments), fused(PLAIN, 9)(*arguments)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, -2.5 * other, rtol=1e-6, atol=1e-7)
@@ -247,7 +257,7 @@ def products(jaxpr, size):
 def test_three_products_with_the_head_and_one_without_gradients():
     """Recomputing the logits for the backward pass would make a fourth."""
     arguments = problem(masks()["random"])
-    plain = functools.partial(fused_loss, PLAIN, 9, 1)
+    plain = functools.partial(fused_loss, PLAIN, 9, 1, VOCAB)
     gradient = jax.value_and_grad(plain, (0, 1), has_aux=True)
     for function, count in ((plain, 1), (gradient, 3)):
         assert products(jax.make_jaxpr(function)(*arguments).jaxpr, VOCAB) == count
@@ -345,8 +355,8 @@ def test_statistics_add_up_by_name():
 def test_bad_arguments_are_errors():
     arguments = problem(masks()["random"])
     with pytest.raises(ValueError, match="temperature must be > 0"):
-        fused_loss(Options(temperature=0.0), 9, 1, *arguments)
+        fused_loss(Options(temperature=0.0), 9, 1, 7, *arguments)
     with pytest.raises(ValueError, match="at least 1 token"):
-        fused_loss(PLAIN, 0, 1, *arguments)
+        fused_loss(PLAIN, 0, 1, 7, *arguments)
     with pytest.raises(ValueError, match="4 rows cannot be cut into 3 equal groups"):
-        fused_loss(PLAIN, 9, 3, *arguments)
+        fused_loss(PLAIN, 9, 3, 7, *arguments)
