@@ -167,7 +167,8 @@ class Policy:
     `logits(params, hidden) -> f32[..., V]`. `head(params) -> [D, V]` gives the output projection for
     chunked log-probabilities. `init_cache(slots, length, dtype) -> KVCache`.
     `for_decoding(params) -> params` gives what the functions above read fastest, with the same results, while the
-    parameters stay: cast, a tied head transposed, layers apart. To be made once per update, not to be differentiated.
+    parameters stay: cast, fused, a tied head transposed, layers apart. To be made once per update, not to be
+    differentiated.
     """
 
     init: Callable[[jax.Array], Params]

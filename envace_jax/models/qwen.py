@@ -7,12 +7,15 @@ pure functions over a nested dict of arrays, layers stacked on axis 0. Knows not
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from envace_jax import sharding
@@ -34,7 +37,7 @@ UNROLL_UP_TO = 8  # layers; beyond, a scan keeps compile time flat
 # What a layer keeps for the backward pass; the rest is computed again.
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keeps projections, recomputes attention
+    "dots": jax.checkpoint_policies.save_only_these_names("projection"),  # recomputes attention and elementwise work
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 TRANSPOSED_HEAD = "transposed_head"  # [D, V], beside a tied embedding in parameters for decoding
@@ -54,49 +57,99 @@ class RMSNorm(nnx.Module):
         return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
+    """x [..., *in] with kernel [*in, *out] -> [..., *out]; `inputs` is the number of axes in."""
+    return jnp.tensordot(x, kernel, axes=inputs)
+
+
+def _product_forward(x: jax.Array, kernel: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x, kernel, inputs), (x, kernel)
+
+
+def _product_backward(
+    inputs: int, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What autodiff gives, but in the gradient of the kernel the narrower factor is the one to be transposed.
+
+    Autodiff transposes the cotangent; where that is a wide feed-forward activation, computed in the same fusion, a CPU
+    spends more on it than on the product.
+    """
+    x, kernel = residuals
+    outputs = kernel.ndim - inputs
+    d_x = jnp.tensordot(cotangent, kernel, axes=(tuple(range(-outputs, 0)),) * 2)
+    rows = tuple(range(x.ndim - inputs))
+    if math.prod(kernel.shape[:inputs]) <= math.prod(kernel.shape[inputs:]):
+        return d_x, jnp.tensordot(x, cotangent, axes=(rows, rows))
+    d_kernel = jnp.tensordot(cotangent, x, axes=(rows, rows))
+    return d_x, jnp.moveaxis(d_kernel, range(outputs), range(-outputs, 0))
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
 class Matrix(nnx.Module):
     """A projection whose input and output may have several axes; `inputs` of the kernel's axes are contracted."""
 
     def __init__(
-        self, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int, std: float, rngs: nnx.Rngs, bias: bool = False
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        inputs: int,
+        std: float,
+        rngs: nnx.Rngs,
+        bias: bool = False,
     ) -> None:
         self.inputs = inputs
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
         self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32), axes=axes[inputs:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...].astype(x.dtype)
-        out = jnp.tensordot(x, kernel, axes=self.inputs)
+        out = checkpoint_name(_product(x, self.kernel[...].astype(x.dtype), self.inputs), "projection")
         return out if self.bias is None else out + self.bias[...].astype(x.dtype)
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and SwiGLU feed-forward, each behind a norm and added to its input."""
+    """One decoder layer: attention and SwiGLU feed-forward, each behind a norm and added to its input.
 
-    def __init__(self, config: QwenConfig, rngs: nnx.Rngs) -> None:
+    `fused` is the layout for decoding: the projections that read the same input are one matrix (`_fuse`).
+    """
+
+    def __init__(self, config: QwenConfig, rngs: nnx.Rngs, fused: bool = False) -> None:
         width, ffn, std = config.width, config.ffn, config.init_std
 
-        def heads_in(count: int, axis: str) -> Matrix:
-            shape = (width, count, config.head_dim)
-            return Matrix(shape, ("embed", axis, "head_dim"), 1, std, rngs, bias=config.qkv_bias)
+        def heads_in(*shape: int, axes: tuple[str | None, ...]) -> Matrix:
+            axes = ("embed", *axes, "head_dim")
+            return Matrix((width, *shape, config.head_dim), axes, 1, std, rngs, bias=config.qkv_bias)
 
+        self.fused = fused
         self.attention_norm = RMSNorm(width, "embed", config.norm_eps)
-        self.query = heads_in(config.heads, "heads")
-        self.key = heads_in(config.kv_heads, "kv_heads")
-        self.value = heads_in(config.kv_heads, "kv_heads")
+        if fused:
+            group = config.heads // config.kv_heads + 2
+            self.query_key_value = heads_in(config.kv_heads, group, axes=("kv_heads", None))
+            self.gate_up = Matrix((width, 2, ffn), ("embed", None, "mlp"), 1, std, rngs)
+        else:
+            self.query = heads_in(config.heads, axes=("heads",))
+            self.key = heads_in(config.kv_heads, axes=("kv_heads",))
+            self.value = heads_in(config.kv_heads, axes=("kv_heads",))
+            self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
+            self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
         self.query_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         out_shape = (config.heads, config.head_dim, width)
         self.out = Matrix(out_shape, ("heads", "head_dim", "embed"), 2, std, rngs)
         self.ffn_norm = RMSNorm(width, "embed", config.norm_eps)
-        self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
-        self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
         self.down = Matrix((ffn, width), ("mlp", "embed"), 1, std, rngs)
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B,T,N,H], rotated keys and values [B,T,K,H] of hidden states [B,T,D]."""
         normed = self.attention_norm(x)
-        query, key, value = self.query(normed), self.key(normed), self.value(normed)
+        if self.fused:
+            together = self.query_key_value(normed)  # [B, T, K, G + 2, H]
+            query = together[..., :-2, :].reshape(*x.shape[:2], -1, together.shape[-1])
+            key, value = together[..., -2, :], together[..., -1, :]
+        else:
+            query, key, value = self.query(normed), self.key(normed), self.value(normed)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return attention.rotate(query, cos, sin), attention.rotate(key, cos, sin), value
@@ -105,7 +158,12 @@ class Layer(nnx.Module):
         """Adds the attention's result [B,T,N,H] and the feed-forward to hidden states [B,T,D]."""
         x = x + self.out(attended)
         normed = self.ffn_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed))
+        if self.fused:
+            both = self.gate_up(normed)  # [B, T, 2, F]
+            gate, up = both[..., 0, :], both[..., 1, :]
+        else:
+            gate, up = self.gate(normed), self.up(normed)
+        return x + self.down(jax.nn.silu(gate) * up)
 
 
 class Ends(nnx.Module):
@@ -120,9 +178,9 @@ class Ends(nnx.Module):
         self.head = None if config.tie_embeddings else Matrix(size[::-1], ("embed", "vocab"), 1, config.init_std, rngs)
 
 
-def _split(config: QwenConfig) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _split(config: QwenConfig, fused: bool = False) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """(definition, abstract state) of one layer and of the ends; nothing is allocated."""
-    layer = nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
+    layer = nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0), fused)))
     ends = nnx.split(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(params=0))))
     return layer, ends
 
@@ -173,6 +231,24 @@ def _cast_matrices(layers: Params, dtype: Any) -> Params:
     return jax.tree_util.tree_map_with_path(cast, layers)
 
 
+def _fuse(layers: Params, config: QwenConfig) -> Params:
+    """The layers (stacked) in the layout of `Layer(fused=True)`.
+
+    Query heads lie with the key/value head that they share, and gate and up on an axis of their own, so that a mesh
+    cuts the fused matrices where it cuts the separate ones.
+    """
+    rest = {name: value for name, value in layers.items() if name not in ("query", "key", "value", "gate", "up")}
+
+    def grouped(name: str, part: str) -> jax.Array:
+        array = layers[name][part]  # [.., heads, H]
+        return array.reshape(*array.shape[:-2], config.kv_heads, -1, array.shape[-1])
+
+    parts = layers["query"].keys()  # kernel, and bias where there is one
+    fused = {part: jnp.concatenate([grouped(n, part) for n in ("query", "key", "value")], axis=-2) for part in parts}
+    gate_up = jnp.stack([layers["gate"]["kernel"], layers["up"]["kernel"]], axis=-2)
+    return rest | {"query_key_value": fused, "gate_up": {"kernel": gate_up}}
+
+
 def _unstack(layers: Params, count: int) -> list[Params]:
     """One tree per layer. A split, because its gradient is one concatenation instead of a sum of padded arrays."""
     leaves, structure = jax.tree.flatten(layers)
@@ -190,6 +266,7 @@ class _Network:
     written_out: bool
     remat: Callable[..., Any] | None
     layer_definition: Any
+    fused_definition: Any
     ends_definition: Any
 
     def init(self, key: jax.Array) -> Params:
@@ -211,7 +288,8 @@ class _Network:
 
         def body(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
             """One layer; `inputs[1]` is its number where the cache is stacked, its own (k, v) where it is not."""
-            layer = nnx.merge(self.layer_definition, inputs[0])
+            fused = "gate_up" in inputs[0]
+            layer = nnx.merge(self.fused_definition if fused else self.layer_definition, inputs[0])
             query, key, value = layer.project(x, cos, sin)
             if cache is None:
                 attended, new = attention.attend(query, key, value, sequence_ids), None
@@ -255,17 +333,11 @@ class _Network:
         read = attention.layer_reader(old_keys, old_values)
         return attention.attend_cached(query, key, value, lengths, old_values.shape[2], read), (keys, values)
 
-    def for_decoding(self, params: Params) -> Params:
-        ready = dict(params)
-        if self.written_out or self.dtype != jnp.float32:
-            ready["layers"] = jax.jit(self._decoding_layers)(params["layers"])
-        if self.config.tie_embeddings:
-            ready[TRANSPOSED_HEAD] = jax.jit(jnp.transpose)(params["embedding"])
-        return ready
-
-    def _decoding_layers(self, layers: Params) -> Any:
-        cast = _cast_matrices(layers, self.dtype)
-        return tuple(_unstack(cast, self.config.layers)) if self.written_out else cast
+    def decoding_parts(self, layers: Params, embedding: jax.Array) -> Params:
+        """What parameters for decoding hold in place of, or beside, the others."""
+        fused = _fuse(_cast_matrices(layers, self.dtype), self.config)
+        made = {"layers": tuple(_unstack(fused, self.config.layers)) if self.written_out else fused}
+        return made | ({TRANSPOSED_HEAD: embedding.T} if self.config.tie_embeddings else {})
 
     def head(self, params: Params) -> jax.Array:
         if TRANSPOSED_HEAD in params:
@@ -326,6 +398,7 @@ def make_policy(
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; accepted are {', '.join(REMAT)}")
     (layer_definition, _), (ends_definition, _) = _split(config)
+    (fused_definition, _), _ = _split(config, fused=True)
     network = _Network(
         config=config,
         mesh=mesh,
@@ -333,14 +406,20 @@ def make_policy(
         written_out=config.layers <= UNROLL_UP_TO if unroll is None else unroll,
         remat=REMAT[remat],
         layer_definition=layer_definition,
+        fused_definition=fused_definition,
         ends_definition=ends_definition,
     )
+    decoding_parts = jax.jit(network.decoding_parts)  # one function, so that it is compiled once
+
+    def for_decoding(params: Params) -> Params:
+        return params | decoding_parts(params["layers"], params["embedding"])
+
     return Policy(
         init=network.init,
         apply=network.apply,
         logits=network.logits,
         head=network.head,
-        for_decoding=network.for_decoding,
+        for_decoding=for_decoding,
         init_cache=network.init_cache,
         vocab_size=config.vocab_size,
     )
