@@ -226,7 +226,14 @@ def prefill(
     start = packed[:, START]
     leaf, at = jax.tree.leaves(state.working)[0], jax.tree.leaves(axes)[0]
     length = leaf.shape[at.length]
-    k, v = jax.tree.map(lambda array, at: take(array, at, packed[:, SOURCE], length, shards), state.pool, axes)
+
+    def kept(pool: Any) -> Any:
+        return jax.tree.map(lambda array, at: take(array, at, packed[:, SOURCE], length, shards), pool, axes)
+
+    def empty(pool: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(kept, pool))
+
+    k, v = jax.lax.cond(jnp.any(start > 0), kept, empty, state.pool)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     valid = (steps < new[:, None]).astype(jnp.int32)
     hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))

@@ -182,6 +182,7 @@ def attend_one(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> 
     scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
     mask = jnp.arange(v.shape[2])[None, :] <= lengths[:, None]
     scores = jnp.where(mask[:, None, None], scores * (q.shape[-1] ** -0.5), MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgs,bksh->bkgh", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype).reshape(q.shape)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    # Divided last: H numbers a head instead of S.
+    return (out / weights.sum(axis=-1, keepdims=True)).astype(q.dtype).reshape(q.shape)
