@@ -22,11 +22,11 @@ from envace_jax.sampling import Sampler, SampleRequest
 from envace_jax.train_step import TrainStepConfig, init_train_state, make_optimizer, make_train_step
 from envace_jax.types import TrainBatch
 
-# What may be tuned, by size. remat and the train step's pieces trade memory for time; nothing waits for a slot here, so
-# the host need not look before all have ended.
+# What may be tuned, by size. The train step's pieces trade memory for time, and so do layers in a scan that keep their
+# projections alone. A decode chunk ends where the caches in use need their next length.
 SETTINGS = {
-    "S": {"remat": "none", "micro_batch_rows": 8, "logprob_chunk": 1024, "decode_chunk": C.ROLL["N"]},
-    "M": {"remat": "none", "micro_batch_rows": 2, "logprob_chunk": 256, "decode_chunk": C.ROLL["N"]},
+    "S": {"unroll": True, "remat": "none", "micro_batch_rows": 8, "logprob_chunk": 1024, "decode_chunk": 64},
+    "M": {"unroll": False, "remat": "dots", "micro_batch_rows": 2, "logprob_chunk": 384, "decode_chunk": 64},
 }
 NO_CLIP = 1e9  # a gradient norm that is never reached: the peers do not clip
 
@@ -54,14 +54,15 @@ def make_params(size, config):
 
 def build_rollout(size, config, policy, params):
     count, prompt, new = C.ROLL["B"], C.ROLL["P"], C.ROLL["N"]
+    chunk = SETTINGS[size]["decode_chunk"]
     sampler = Sampler(
         policy,
         slots=count,
         max_length=prompt + new,
-        buckets=Buckets((prompt,), (count,), (prompt + new,)),
+        buckets=Buckets((prompt,), (count,), (*range(prompt + chunk, prompt + new, chunk), prompt + new)),
         vocab_limit=config.vocab_size,
         stop_ids=(),
-        decode_chunk=SETTINGS[size]["decode_chunk"],
+        decode_chunk=chunk,
     )
     prompts, repetition = C.prompts(size).tolist(), [0]
 
@@ -112,7 +113,8 @@ def build_train(size, config, policy, params):
 
 def build(size, task):
     config = make_config(size)
-    policy = make_policy(config, remat=SETTINGS[size]["remat"] if task == "train" else "none")
+    chosen = {name: SETTINGS[size][name] for name in ("unroll", "remat")} if task == "train" else {}
+    policy = make_policy(config, **chosen)
     make_run = {"rollout": build_rollout, "train": build_train}[task]
     info = {"envace_jax": envace_jax.__version__, "jax": jax.__version__, **SETTINGS[size]}
     return make_run(size, config, policy, make_params(size, config)), info
