@@ -162,6 +162,8 @@ def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int
         numbering = jax.lax.GatherDimensionNumbers(kept, (axes.rows,), (axes.rows,))
         return jax.lax.gather(part, numbers[:, None], numbering, tuple(sizes), mode="clip")
 
+    if shards == 1:
+        return _take_rows(array, axes, rows, length)
     local = _local(rows, array.shape[axes.rows], shards)
     return _join(jax.vmap(one_part)(_split(array, axes.rows, shards), local), axes.rows)
 
@@ -182,6 +184,8 @@ def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
+    if shards == 1:
+        return _put_rows(array, axes, rows, starts, values.astype(array.dtype))
     local = _local(rows, array.shape[axes.rows], shards)
     parts = jax.vmap(one_part)(
         _split(array, axes.rows, shards), local, starts.reshape(shards, -1), _split(values, axes.rows, shards)
@@ -189,8 +193,43 @@ def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values
     return _join(parts, axes.rows)
 
 
+# A device that holds all rows copies them one by one: each is a run of memory, and the array is changed in its place,
+# where a scatter over a view of parts costs a copy of the whole pool.
+
+
+def _corner(array: jax.Array, axes: Axes, row: Any, start: Any) -> list[Any]:
+    corner: list[Any] = [0] * array.ndim
+    corner[axes.rows], corner[axes.length] = row, start
+    return corner
+
+
+def _take_rows(array: jax.Array, axes: Axes, rows: jax.Array, length: int) -> jax.Array:
+    shape = list(array.shape)
+    shape[axes.rows], shape[axes.length] = 1, length
+
+    def one(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice(array, _corner(array, axes, jnp.maximum(rows[index], 0), 0), shape)
+        return jax.lax.dynamic_update_slice(out, row, _corner(out, axes, index, 0))
+
+    count = rows.shape[0]
+    out = jnp.zeros([count if axis == axes.rows else size for axis, size in enumerate(shape)], array.dtype)
+    return jax.lax.fori_loop(0, count, one, out)
+
+
+def _put_rows(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
+    def one(index: jax.Array, out: jax.Array) -> jax.Array:
+        corner = _corner(out, axes, jnp.maximum(rows[index], 0), starts[index])
+        new = jax.lax.dynamic_slice_in_dim(values, index, 1, axes.rows)
+        old = jax.lax.dynamic_slice(out, corner, new.shape)
+        return jax.lax.dynamic_update_slice(out, jnp.where(rows[index] < 0, old, new), corner)
+
+    return jax.lax.fori_loop(0, rows.shape[0], one, array)
+
+
 def _put_slots(old: jax.Array, slots: jax.Array, new: jax.Array, shards: int) -> jax.Array:
     """A per-slot array [B, ...] with its slots i32[R] replaced by new [R, ...]."""
+    if shards == 1:
+        return old.at[jnp.where(slots < 0, old.shape[0], slots)].set(new, mode="drop", unique_indices=True)
     local = _local(slots, old.shape[0], shards)
 
     def one_part(part: jax.Array, numbers: jax.Array, values: jax.Array) -> jax.Array:
