@@ -1,4 +1,4 @@
-"""Rotary positions and grouped-query attention, with and without a cache, as functions of arrays.
+"""Rotary positions, and grouped-query attention with a cache, as functions of arrays.
 
 Keys and values are never repeated over the query heads that share them. Scores, softmax and rotary angles are float32.
 Knows no parameters. Shape letters as in `types.py`; N query heads, G = N / K query heads to a key/value head.
@@ -66,26 +66,14 @@ def _finish(part: tuple[jax.Array, jax.Array, jax.Array], q: jax.Array) -> jax.A
     return (part[2] / part[1]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array) -> jax.Array:
-    """Token t reads tokens s <= t of its own sequence id. q [B,T,N,H]; k, v [B,T,K,H] -> [B,T,N,H].
-
-    Computed in blocks of queries, each of which reads only the keys up to its own end, so most of the masked half costs
-    nothing. Padding (id 0) reads padding only, and is read by nothing else.
-    """
-    return jnp.concatenate([_finish(part, block) for part, block in _causal_blocks(q, k, v, sequence_ids)], axis=1)
-
-
-def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array | None) -> Any:
-    """Yields (partial result, queries) for consecutive blocks of queries of one causal row."""
+def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    """Yields partial results for consecutive blocks of queries of one causal row, each with the keys up to its end."""
     time = q.shape[1]
     size = max(QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
     for start in range(0, time, size):
         end = min(start + size, time)
         mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :])[None]
-        if sequence_ids is not None:
-            mask &= sequence_ids[:, start:end, None] == sequence_ids[:, None, :end]
-        block = q[:, start:end]
-        yield _partial(_group(block, k.shape[2]), k[:, :end], v[:, :end], mask[:, None, None]), block
+        yield _partial(_group(q[:, start:end], k.shape[2]), k[:, :end], v[:, :end], mask[:, None, None])
 
 
 def attend_cached(
@@ -108,8 +96,7 @@ def attend_cached(
         block = _partial(grouped, keys.astype(q.dtype), values.astype(q.dtype), mask[:, None, None, None])
         return _join(part, block)
 
-    parts = [part for part, _ in _causal_blocks(q, k, v, None)]
-    new = jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=3), *parts)
+    new = jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=3), *_causal_blocks(q, k, v))
     blocks = (jnp.minimum(lengths.max(), slots) + size - 1) // size
     return _finish(jax.lax.fori_loop(0, blocks, add_block, new), q)
 

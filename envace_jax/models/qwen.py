@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from envace_jax import sharding
-from envace_jax.models import attention
+from envace_jax.models import attention, block_attention
 from envace_jax.models.config import QwenConfig, parameter_count
 from envace_jax.types import KVCache, Params, Policy
 
@@ -280,6 +280,7 @@ class _Network:
         positions: jax.Array,
         sequence_ids: jax.Array,
         cache: KVCache | None = None,
+        prefix_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         config, ends = self.config, self._ends(params)
         x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
@@ -292,7 +293,7 @@ class _Network:
             layer = nnx.merge(self.fused_definition if fused else self.layer_definition, inputs[0])
             query, key, value = layer.project(x, cos, sin)
             if cache is None:
-                attended, new = attention.attend(query, key, value, sequence_ids), None
+                attended, new = block_attention.attend(query, key, value, sequence_ids, prefix_ids), None
             elif self.written_out:
                 attended, new = self._attend_layer(query, key, value, inputs[1], cache.lengths, valid)
             else:
