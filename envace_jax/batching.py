@@ -1,4 +1,4 @@
-"""Segments of trajectories as fixed-shape training rows, in one of three layouts.
+"""Segments of trajectories as fixed-shape training rows, in one of four layouts.
 
 Host numpy only, deterministic. The layout cannot change the objective: every sampled token appears once, with its
 segment's advantage and log-probability, after exactly the tokens that the policy saw. Knows token ids but not what
@@ -8,6 +8,7 @@ they mean; knows no reward and no model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from envace_jax.buckets import train_rows
 from envace_jax.grpo import ROLES, check_name
 from envace_jax.types import Role, Segment, TrainBatch, Trajectory
 
-LAYOUTS = ("packed", "merged", "segment")
+LAYOUTS = ("shared", "packed", "merged", "segment")
+LEAST_SHARED = 8  # tokens; a shorter beginning is not worth a sequence of its own
 
 
 @dataclasses.dataclass
@@ -38,6 +40,17 @@ class Stream:
         return len(last.prompt_tokens) + len(last.tokens)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Streams of one row whose first `shared` tokens are the same and stand there once; none of those is trained."""
+
+    streams: tuple[Stream, ...]
+    shared: int = 0
+
+    def __len__(self) -> int:
+        return self.shared + sum(len(stream) - self.shared for stream in self.streams)
+
+
 def make_batch(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
@@ -52,7 +65,9 @@ def make_batch(
 
     Layouts: `"segment"` has a row per segment. `"merged"` has a row per stream: a segment whose prompt begins with
     all tokens of the trajectory's previous segment in the same role continues that row. `"packed"` puts several
-    merged streams into one row, longest first, each into the first row with room.
+    merged streams into one row, longest first, each into the first row with room. `"shared"` packs too, and streams
+    that begin alike (attempts at one task, results rehearsed from one history) have that beginning once, as a sequence
+    that the others continue (`prefix_ids`).
 
     Args:
       trajectories: may be empty, and all may have failed: then no token is trained.
@@ -67,8 +82,9 @@ def make_batch(
 
     Returns:
       A `TrainBatch` of numpy arrays [B, row_length], and a dict of plain floats: `rows` (B), `sequences`, `tokens`
-      (without padding), `fill` (their share of the batch), `dropped_tokens` (of the streams left out), and, with what
-      was left out, `trained_tokens_act` and `trained_tokens_rehearse`.
+      (without padding), `fill` (their share of the batch), `shared_tokens` (that shared beginnings saved),
+      `dropped_tokens` (of the streams left out), and, with what was left out, `trained_tokens_act` and
+      `trained_tokens_rehearse`.
 
     Raises:
       ValueError: an unknown layout, a segment without prompt or of unequal array lengths, or one that is too long;
@@ -86,15 +102,18 @@ def make_batch(
     before = sum(map(len, streams))
     if drop_zero_advantage:
         streams = [stream for stream in streams if any(advantage for _, advantage in stream.parts)]
-    rows = _pack(streams, row_length) if layout == "packed" else [[stream] for stream in streams]
-    batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple), pad_id)
-    tokens = sum(map(len, streams))
+    kept = sum(map(len, streams))
+    bundles = [Bundle((stream,)) for stream in streams] if layout != "shared" else _bundle(streams, row_length)
+    rows = [[bundle] for bundle in bundles] if layout in ("merged", "segment") else _pack(bundles, row_length)
+    batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple), pad_id, shared=layout == "shared")
+    tokens = sum(map(len, bundles))
     stats |= {
         "rows": float(batch.tokens.shape[0]),
         "sequences": float(len(streams)),
         "tokens": float(tokens),
         "fill": tokens / batch.tokens.size,
-        "dropped_tokens": float(before - tokens),
+        "shared_tokens": float(kept - tokens),
+        "dropped_tokens": float(before - kept),
     }
     return batch, stats
 
@@ -159,43 +178,96 @@ def _sampled(streams: list[Stream], role: Role) -> int:
     return sum(len(segment.tokens) for stream in streams for segment, _ in stream.parts if segment.role == role)
 
 
-def _pack(streams: list[Stream], row_length: int) -> list[list[Stream]]:
-    """First-fit decreasing; streams of one length keep their order, so the result is deterministic."""
-    rows: list[list[Stream]] = []
+def _bundle(streams: list[Stream], row_length: int) -> list[Bundle]:
+    """The streams in bundles of the least tokens in all, each no longer than a row.
+
+    In lexicographic order those that begin alike are neighbours, so the best cut of that order into runs is the best
+    bundling: a shortest path over the places to cut, where a run costs its tokens with its common beginning once.
+    """
+    ordered = sorted(streams, key=lambda stream: stream.tokens.astype(">i4").tobytes())  # equals keep their order
+    tokens = [stream.tokens for stream in ordered]
+    # The token before the first trained one predicts it, so it must be a stream's own.
+    untrained = [len(stream.parts[0][0].prompt_tokens) - 1 for stream in ordered]
+    alike = [0, *(_common(one, other) for one, other in itertools.pairwise(tokens))]
+    best, cuts = [0], [0]  # of the first n streams: tokens, where the last run begins, and what it shares
+    shares = [0]
+    for end in range(1, len(ordered) + 1):
+        shared, length, found = untrained[end - 1], 0, (best[end - 1] + len(tokens[end - 1]), end - 1, 0)
+        for begin in range(end - 1, -1, -1):
+            shared, length = min(shared, untrained[begin]), length + len(tokens[begin])
+            cost = length - (end - 1 - begin) * shared
+            if begin < end - 1 and (shared < LEAST_SHARED or cost > row_length):
+                break
+            if begin < end - 1 and best[begin] + cost < found[0]:
+                found = (best[begin] + cost, begin, shared)
+            shared = min(shared, alike[begin])
+        best.append(found[0])
+        cuts.append(found[1])
+        shares.append(found[2])
+    bundles, end = [], len(ordered)
+    while end:
+        bundles.append(Bundle(tuple(ordered[cuts[end] : end]), shares[end]))
+        end = cuts[end]
+    return bundles[::-1]
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that both begin with."""
+    size = min(len(one), len(other))
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if len(different) else size
+
+
+def _pack(bundles: list[Bundle], row_length: int) -> list[list[Bundle]]:
+    """First-fit decreasing; bundles of one length keep their order, so the result is deterministic."""
+    rows: list[list[Bundle]] = []
     room: list[int] = []
-    for stream in sorted(streams, key=len, reverse=True):
-        length = len(stream)
+    for bundle in sorted(bundles, key=len, reverse=True):
+        length = len(bundle)
         row = next((i for i, left in enumerate(room) if left >= length), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(row_length)
-        rows[row].append(stream)
+        rows[row].append(bundle)
         room[row] -= length
     return rows
 
 
-def _fill(rows: list[list[Stream]], row_length: int, count: int, pad_id: int) -> TrainBatch:
+def _fill(rows: list[list[Bundle]], row_length: int, count: int, pad_id: int, shared: bool) -> TrainBatch:
     """Writes every stream into its place of preallocated arrays [count, row_length]."""
     shape = (count, row_length)
     tokens = np.full(shape, pad_id, np.int32)
-    positions, sequence_ids, role = (np.zeros(shape, np.int32) for _ in range(3))
+    positions, sequence_ids, role, prefix_ids = (np.zeros(shape, np.int32) for _ in range(4))
     loss_mask = np.zeros(shape, bool)
     advantages, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for r, streams in enumerate(rows):
-        start = 0
-        for number, stream in enumerate(streams, start=1):
-            stop = start + len(stream)
-            tokens[r, start:stop] = stream.tokens
-            positions[r, start:stop] = np.arange(len(stream))
-            sequence_ids[r, start:stop] = number
-            for segment, advantage in stream.parts:
-                first = start + len(segment.prompt_tokens)
-                own = slice(first, first + len(segment.tokens))
-                loss_mask[r, own] = True
-                advantages[r, own] = advantage
-                old_logprobs[r, own] = segment.logprobs
-                role[r, own] = segment.role
-            start = stop
+
+    def write(r: int, start: int, number: int, stream: np.ndarray, first: int) -> int:
+        """Tokens of a stream from position `first` on; where they end."""
+        stop = start + len(stream) - first
+        tokens[r, start:stop] = stream[first:]
+        positions[r, start:stop] = np.arange(first, len(stream))
+        sequence_ids[r, start:stop] = number
+        return stop
+
+    for r, bundles in enumerate(rows):
+        start, number = 0, 0
+        for bundle in bundles:
+            trunk = 0
+            if bundle.shared:
+                trunk = number = number + 1
+                start = write(r, start, number, bundle.streams[0].tokens[: bundle.shared], 0)
+            for stream in bundle.streams:
+                number += 1
+                stop = write(r, start, number, stream.tokens, bundle.shared)
+                prefix_ids[r, start:stop] = trunk
+                for segment, advantage in stream.parts:
+                    at = start + len(segment.prompt_tokens) - bundle.shared
+                    own = slice(at, at + len(segment.tokens))
+                    loss_mask[r, own] = True
+                    advantages[r, own] = advantage
+                    old_logprobs[r, own] = segment.logprobs
+                    role[r, own] = segment.role
+                start = stop
     # The fields are annotated as device arrays; on the host they are numpy until the caller moves them in one copy.
     arrays: list[Any] = [tokens, positions, sequence_ids, loss_mask, advantages, old_logprobs, role]
-    return TrainBatch(*arrays)
+    return TrainBatch(*arrays, *([prefix_ids] if shared else []))

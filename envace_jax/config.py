@@ -128,7 +128,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    layout: Literal["packed", "merged", "segment"] = "packed"  # see batching.py
+    layout: Literal["shared", "packed", "merged", "segment"] = "packed"  # see batching.py
     row_length: int = 20000  # tokens
     # The next two count for each shard of the batch (mesh.data x mesh.fsdp of them), so they suit every mesh.
     rows_multiple: int = 1  # the number of rows is padded to a multiple of this

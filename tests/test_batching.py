@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envace_jax import batching
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.types import Role, Segment, TrainBatch, Trajectory
 
@@ -157,7 +159,9 @@ def test_bad_input_is_named():
         make_batch([trajectory(segment(Role.ACT, [1], [1, 2], [0.0]))], [np.zeros(1)], row_length=8)
     with pytest.raises(ValueError, match="3 segments but 1 advantages"):
         make_batch([good], [np.zeros(1)], row_length=16)
-    with pytest.raises(ValueError, match="unknown layout 'padded'; choose one of 'packed', 'merged', 'segment'"):
+    with pytest.raises(
+        ValueError, match="unknown layout 'padded'; choose one of 'shared', 'packed', 'merged', 'segment'"
+    ):
         make_batch([good], ADVANTAGES, row_length=16, layout="padded")
 
 
@@ -193,6 +197,9 @@ def test_every_layout_trains_the_same_tokens_after_the_same_context(attempts, da
         found = Counter()
         for r, t in zip(*np.nonzero(batch.loss_mask), strict=True):
             before = batch.sequence_ids[r, :t] == batch.sequence_ids[r, t]
+            assert before[-1]  # the place that predicts the token is its own sequence's
+            if batch.prefix_ids is not None and batch.prefix_ids[r, t]:
+                before |= batch.sequence_ids[r, :t] == batch.prefix_ids[r, t]
             context = tuple(batch.tokens[r, :t][before])
             assert len(context) == batch.positions[r, t] > 0
             fields = batch.tokens, batch.advantages, batch.old_logprobs, batch.role
@@ -205,8 +212,54 @@ def test_every_layout_trains_the_same_tokens_after_the_same_context(attempts, da
             for i, (token, logprob) in enumerate(zip(s.tokens.tolist(), s.logprobs.tolist(), strict=True)):
                 context = (*s.prompt_tokens.tolist(), *s.tokens[:i].tolist())
                 expected[context, token, float(advantage), logprob, int(s.role)] += 1
-    for layout in ("segment", "merged", "packed"):
-        assert trained(layout) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "LEAST_SHARED", 1)
+        for layout in ("segment", "merged", "packed", "shared"):
+            assert trained(layout) == expected
+
+
+def test_a_shared_beginning_stands_once_and_only_what_is_not_trained_is_shared():
+    """Two attempts that sampled the same first token, one more task, and a row that must hold a whole bundle."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    attempts = [trajectory(segment(Role.ACT, prompt, tokens), attempt=i) for i, tokens in enumerate([[4, 5], [4, 6]])]
+    attempts.append(trajectory(segment(Role.REHEARSE, [7, 7], [1])))
+    values = [np.ones(1, np.float32)] * 3
+    batch, stats = make_batch(attempts, values, layout="shared", row_length=18)
+    assert stats["shared_tokens"] == 9 and stats["tokens"] == 9 + 3 + 3 + 3 and stats["sequences"] == 3
+    assert batch.sequence_ids[0].tolist() == [1] * 9 + [2] * 3 + [3] * 3 + [4] * 3
+    assert batch.prefix_ids[0].tolist() == [0] * 9 + [1] * 6 + [0] * 3
+    assert batch.positions[0].tolist() == [*range(9), 9, 10, 11, 9, 10, 11, 0, 1, 2]
+    assert batch.tokens[0].tolist() == [*prompt[:9], 3, 4, 5, 3, 4, 6, 7, 7, 1]
+    assert np.flatnonzero(batch.loss_mask[0]).tolist() == [10, 11, 13, 14, 17]
+    apart, stats = make_batch(attempts, values, layout="shared", row_length=14)  # the two together are one too many
+    assert stats["shared_tokens"] == 0 and not apart.prefix_ids.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=9), min_size=1, max_size=6), st.integers(10, 30))
+def test_bundles_hold_the_fewest_tokens_of_all_cuts(prompts, row_length):
+    """Against every way to cut the sorted streams into runs."""
+    attempts = [trajectory(segment(Role.ACT, prompt, [5]), attempt=i) for i, prompt in enumerate(prompts)]
+    ordered = sorted([*prompt, 5] for prompt in prompts)
+
+    def cost(run):
+        if len(run) == 1:
+            return len(run[0])
+        columns = itertools.takewhile(
+            lambda tokens: len(set(tokens)) == 1, zip(*(one[:-2] for one in run), strict=False)
+        )
+        shared = len(list(columns))
+        whole = shared + sum(len(one) - shared for one in run)
+        return whole if shared >= 2 and whole <= row_length else float("inf")
+
+    def cheapest(streams):
+        ends = range(1, len(streams) + 1)
+        return min((cost(streams[:end]) + cheapest(streams[end:]) for end in ends), default=0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "LEAST_SHARED", 2)
+        _, stats = make_batch(attempts, [np.ones(1)] * len(attempts), layout="shared", row_length=row_length)
+    assert stats["tokens"] == cheapest(ordered)
 
 
 def test_rows_are_dealt_to_shards_in_turn_and_empty_ones_come_last():

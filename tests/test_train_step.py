@@ -137,6 +137,34 @@ def test_no_layout_changes_loss_or_gradient(options):
             np.testing.assert_allclose(value, want[2][name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("options", VARIANTS[1:])
+def test_sharing_beginnings_changes_neither_loss_nor_gradient(options):
+    """Invariant 3: attempts at a task begin alike, and so do what its rehearsals see."""
+    config = dataclasses.replace(CONFIG, micro_batch_rows=4, **options)
+
+    def begun(trajectory):
+        start = np.arange(30 + trajectory.group_id) % LIMIT
+        segments = [
+            dataclasses.replace(s, prompt_tokens=np.append(start, s.prompt_tokens)) for s in trajectory.segments
+        ]
+        return dataclasses.replace(trajectory, segments=tuple(segments))
+
+    found = [begun(trajectory) for trajectory in trajectories()]
+    advantages, _ = role_advantages(found)
+    results, rows = {}, {}
+    for layout in ("segment", "shared"):
+        batch, stats = make_batch(found, advantages, layout=layout, row_length=150, rows_multiple=24)
+        rows[layout] = stats["tokens"]
+        ref = batch.old_logprobs - 0.3 * np.sin(batch.tokens) if config.kl_coef else None
+        results[layout] = compiled_gradient(config)(params(), batch, ref)
+    assert rows["shared"] < rows["segment"] / 2
+    (loss, gradient, stats), want = results["shared"], results["segment"]
+    np.testing.assert_allclose(loss, want[0], rtol=1e-5, atol=1e-7)
+    assert distance(gradient, want[1]) < 1e-5
+    for name, value in stats.items():
+        np.testing.assert_allclose(value, want[2][name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_no_micro_batch_split_changes_the_gradient_of_the_network():
     """Invariant 3, micro-batches, on Qwen."""
     batch = batch_in("merged")
@@ -149,7 +177,7 @@ def test_no_micro_batch_split_changes_the_gradient_of_the_network():
 def bag_policy() -> Policy:
     """A stand-in without attention, so that many splits compile quickly."""
 
-    def apply(parameters, tokens, positions, sequence_ids, cache=None):
+    def apply(parameters, tokens, positions, sequence_ids, cache=None, prefix_ids=None):
         return jnp.tanh(parameters["embedding"][tokens] + parameters["place"] * positions[..., None]), cache
 
     def init(key):
