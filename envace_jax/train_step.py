@@ -276,10 +276,13 @@ def loss_and_gradient(
         (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
         return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), stats
 
+    def plus(total: Any, one: Any) -> Any:
+        loss, gradient, stats = part(one)
+        return total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), add_stats(total[2], stats)
+
     def add(total: Any, one: Any) -> tuple[Any, None]:
-        # Rows that only pad the batch to a compiled shape cost nothing.
-        loss, gradient, stats = lax.cond(jnp.any(one[0].loss_mask), part, lambda _: zeros, one)
-        return (total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), add_stats(total[2], stats)), None
+        # Rows that only pad the batch to a compiled shape cost nothing: not even their zeros are added.
+        return lax.cond(jnp.any(one[0].loss_mask), plus, lambda total, _: total, total, one), None
 
     first = jax.tree.map(lambda x: x[0], micro)
     # Every statistic is at least 0, so zeros are neutral for the sums and for the maxima.
@@ -358,8 +361,12 @@ def make_score_step(
     """
 
     def score(params: Params, batch: TrainBatch) -> jax.Array:
-        def one(micro: TrainBatch) -> jax.Array:
+        def scored(micro: TrainBatch) -> jax.Array:
             return jnp.where(micro.loss_mask, batch_logprobs(policy, config, params, micro), 0.0)
+
+        def one(micro: TrainBatch) -> jax.Array:
+            nothing = jnp.zeros(micro.tokens.shape, jnp.float32)
+            return lax.cond(jnp.any(micro.loss_mask), scored, lambda _: nothing, micro)
 
         micro, shards = split(batch, config.micro_batch_rows, mesh)
         return join(lax.map(one, micro), shards)

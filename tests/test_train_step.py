@@ -224,6 +224,17 @@ def test_no_micro_batch_split_changes_anything(rows, seed):
         np.testing.assert_allclose(got[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_a_micro_batch_that_trains_nothing_adds_nothing():
+    """Not even zeros: adding is part of what is skipped."""
+    config = dataclasses.replace(CONFIG, micro_batch_rows=4)
+    jaxpr = jax.make_jaxpr(functools.partial(loss_and_gradient, BAG, config))(
+        BAG.init(jax.random.key(0)), batch_in("packed")
+    )
+    (over_micro_batches,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    primitives = [eqn.primitive.name for eqn in over_micro_batches.params["jaxpr"].eqns]
+    assert primitives.count("cond") == 1 and "add" not in primitives
+
+
 # Plain gradient descent at rate 1 moves the parameters by the gradient itself, so one program shows everything.
 MESH_CODE = """
     import dataclasses, jax, numpy as np, optax
