@@ -45,6 +45,7 @@ def get_config() -> config_dict.ConfigDict:
     config.batch.row_length = 440
     config.batch.rows_multiple = 32
     config.batch.micro_batch_rows = 16
+    config.batch.row_buckets = (256,)  # a step has 90 to 192; empty micro-batches are skipped
     config.batch.logprob_chunk = 2048
 
     config.evaluation.heldout_tasks = 256

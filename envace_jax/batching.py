@@ -58,6 +58,7 @@ def make_batch(
     layout: str = "packed",
     row_length: int,
     rows_multiple: int = 1,
+    row_buckets: Sequence[int] = (),
     pad_id: int = 0,
     drop_zero_advantage: bool = False,
 ) -> tuple[TrainBatch, dict[str, float]]:
@@ -73,18 +74,18 @@ def make_batch(
       trajectories: may be empty, and all may have failed: then no token is trained.
       advantages: f32[number of segments] per trajectory, as `grpo.role_advantages` gives them.
       row_length: T, the same for every batch, so that one compiled program serves all.
-      rows_multiple: the number of rows is padded with empty ones to a multiple of this, from the list of
-        `buckets.train_rows`.
+      rows_multiple: the number of rows is padded with empty ones to a multiple of this, as `buckets.train_rows` says.
+      row_buckets: numbers of rows (ascending) that it is padded to as long as they suffice.
       pad_id: fills unused places; the trainer never sees it (sequence id 0).
       drop_zero_advantage: leaves out the streams whose segments all have advantage 0 (groups whose attempts were
         rewarded alike): a loss without a KL term learns nothing from them. The loss must still be divided by their
         tokens, so give the train step `role_tokens` of the returned statistics.
 
     Returns:
-      A `TrainBatch` of numpy arrays [B, row_length], and a dict of plain floats: `rows` (B), `sequences`, `tokens`
-      (without padding), `fill` (their share of the batch), `shared_tokens` (that shared beginnings saved),
-      `dropped_tokens` (of the streams left out), and, with what was left out, `trained_tokens_act` and
-      `trained_tokens_rehearse`.
+      A `TrainBatch` of numpy arrays [B, row_length], and a dict of plain floats: `rows` (B), `filled_rows`,
+      `sequences`, `tokens` (without padding), `fill` (their share of the batch), `shared_tokens` (that shared
+      beginnings saved), `dropped_tokens` (of the streams left out), and, with what was left out, `trained_tokens_act`
+      and `trained_tokens_rehearse`.
 
     Raises:
       ValueError: an unknown layout, a segment without prompt or of unequal array lengths, or one that is too long;
@@ -105,10 +106,11 @@ def make_batch(
     kept = sum(map(len, streams))
     bundles = [Bundle((stream,)) for stream in streams] if layout != "shared" else _bundle(streams, row_length)
     rows = [[bundle] for bundle in bundles] if layout in ("merged", "segment") else _pack(bundles, row_length)
-    batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple), pad_id, shared=layout == "shared")
+    batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple, row_buckets), pad_id, layout == "shared")
     tokens = sum(map(len, bundles))
     stats |= {
         "rows": float(batch.tokens.shape[0]),
+        "filled_rows": float(len(rows)),
         "sequences": float(len(streams)),
         "tokens": float(tokens),
         "fill": tokens / batch.tokens.size,

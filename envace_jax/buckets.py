@@ -45,14 +45,25 @@ class Buckets:
         return prefills + 3 * caches  # prefill; decode, load and fresh state
 
 
-def train_rows(rows: int, multiple: int) -> int:
-    """Rows that a training batch is padded to: a multiple of `multiple`, from a list that grows by about a quarter.
+def row_shapes(multiple: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Rows of the batches that `buckets` (ascending) ask for: each rounded up to a multiple of `multiple`."""
+    return tuple(dict.fromkeys(-(-bucket // multiple) * multiple for bucket in buckets))
 
-    `multiple` is micro-batches x row shards. The list holds multiple x (1, 2, ..., 8, 10, 12, 14, 16, 20, ...): at
-    most four shapes per doubling are compiled, and padding beyond the multiple adds less than a quarter of the rows.
+
+def train_rows(rows: int, multiple: int, buckets: Sequence[int] = ()) -> int:
+    """Rows that a training batch is padded to: the smallest of `row_shapes(multiple, buckets)` that holds them.
+
+    More rows than those hold, and all where there are none, go to a multiple of `multiple` from a list that grows by
+    about a quarter: multiple x (1, 2, ..., 8, 10, 12, 14, 16, 20, ...). At most four of its shapes per doubling are
+    compiled, and padding beyond the multiple adds less than a quarter of the rows.
+
+    `multiple` is micro-batches x row shards.
     """
     if rows < 0 or multiple < 1:
         raise ValueError(f"train_rows needs rows >= 0 and multiple >= 1, got {rows} and {multiple}")
+    for shape in row_shapes(multiple, buckets):
+        if rows <= shape:
+            return shape
     units = max(1, -(-rows // multiple))
     step = 1
     while units > 8 * step:

@@ -133,6 +133,10 @@ class BatchConfig:
     # The next two count for each shard of the batch (mesh.data x mesh.fsdp of them), so they suit every mesh.
     rows_multiple: int = 1  # the number of rows is padded to a multiple of this
     micro_batch_rows: int = 1  # rows whose activations are alive at once
+    # Numbers of rows, of all shards together and rounded up to what the mesh takes, that batches are padded to while
+    # they suffice: one compiled train step each. Empty micro-batches are skipped, so a few coarse ones do. () pads to a
+    # list that grows with the rows, whose steps are compiled as they come.
+    row_buckets: tuple[int, ...] = ()
     logprob_chunk: int = 1024  # tokens whose logits are alive at once
     drop_zero_advantage: bool = False  # spend nothing on sequences whose attempts were all rewarded alike
 

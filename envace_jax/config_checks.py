@@ -146,6 +146,11 @@ def _rows(config: RunConfig) -> Iterator[str]:
     shards = mesh.data * mesh.fsdp
     if batch.micro_batch_rows > 0 and batch.rows_multiple % batch.micro_batch_rows:
         yield f"batch.micro_batch_rows: {batch.micro_batch_rows} does not divide rows_multiple={batch.rows_multiple}"
+    if list(batch.row_buckets) != sorted(set(batch.row_buckets)):
+        yield f"batch.row_buckets: {list(batch.row_buckets)} must be a list of increasing numbers of rows, or empty"
+    for rows in batch.row_buckets:
+        if rows < 1 or (batch.rows_multiple > 0 and rows % batch.rows_multiple):
+            yield f"batch.row_buckets: {rows} is not a positive multiple of rows_multiple={batch.rows_multiple}"
     for key in ("slots", "cache_rows"):
         size = getattr(config.sampler, key)
         if shards > 0 and size % shards:

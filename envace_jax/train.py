@@ -46,7 +46,7 @@ from envace_jax.train_step import (
     make_score_step,
     make_train_step,
 )
-from envace_jax.types import Params, Policy, Task, TrainState, Trajectory
+from envace_jax.types import Params, Policy, Task, TrainBatch, TrainState, Trajectory
 
 Metrics = dict[str, float]
 
@@ -152,7 +152,6 @@ def iterate(
 ) -> tuple[TrainState, Metrics, list[Trajectory]]:
     """One step of role-wise GRPO from data to updated parameters."""
     config = setup.config
-    shards = sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
     tasks = setup.stream.batch_at(step)
     params = setup.for_decoding(state.params)
     trajectories = rollout(
@@ -168,21 +167,34 @@ def iterate(
     advantages, advantage_stats = role_advantages(
         trajectories, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
     )
-    batch, batch_stats = make_batch(
-        trajectories, advantages, layout=config.batch.layout, row_length=config.batch.row_length,
-        rows_multiple=config.batch.rows_multiple * shards, pad_id=setup.prompts.chat.pad_id,
-        drop_zero_advantage=config.batch.drop_zero_advantage,
-    )  # fmt: skip
-    batch = deal_rows(batch, shards)
-    device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
-    counts = jax.device_put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
-    with jax.transfer_guard("disallow"):
-        reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
-        state, stats = setup.train_step(state, device_batch, reference, counts)
+    batch, batch_stats = _batch(setup, trajectories, advantages, config.batch.row_buckets)
+    state, stats = _update(setup, state, batch, batch_stats)
     metrics = {name: float(value) for name, value in jax.device_get(stats).items()}
     metrics |= advantage_stats | {f"batch_{name}": value for name, value in batch_stats.items()}
     metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}
     return state, metrics, trajectories
+
+
+def _batch(
+    setup: Setup, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray], row_buckets: Sequence[int]
+) -> tuple[TrainBatch, Metrics]:
+    """The trajectories as training rows on the host, and the statistics of `make_batch`."""
+    chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
+    batch, stats = make_batch(
+        trajectories, advantages, layout=chosen.layout, row_length=chosen.row_length,
+        rows_multiple=chosen.rows_multiple * shards, row_buckets=row_buckets, pad_id=setup.prompts.chat.pad_id,
+        drop_zero_advantage=chosen.drop_zero_advantage,
+    )  # fmt: skip
+    return deal_rows(batch, shards), stats
+
+
+def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainState, Any]:
+    """One optimizer step, and its statistics on the device. The state is donated."""
+    device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
+    counts = jax.device_put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
+    with jax.transfer_guard("disallow"):
+        reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
+        return setup.train_step(state, device_batch, reference, counts)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Metrics:

@@ -113,6 +113,10 @@ def test_packing_is_first_fit_decreasing():
     np.testing.assert_array_equal(batch.tokens, [[6] * 6 + [2] * 2, [5] * 5 + [3] * 3, [4] * 4 + [0] * 4, [0] * 8])
     np.testing.assert_array_equal(batch.sequence_ids[:3, [0, 7]], [[1, 2], [1, 2], [1, 0]])
     assert stats["rows"] == 4 and stats["sequences"] == 5 and stats["fill"] == 20 / 32
+    options = {"layout": "packed", "row_length": 8, "rows_multiple": 2, "row_buckets": (2, 6)}
+    wider, stats = make_batch(each, [np.zeros(1, np.float32)] * 5, **options)
+    assert stats["rows"] == 6 and stats["filled_rows"] == 3
+    np.testing.assert_array_equal(wider.tokens, np.concatenate([batch.tokens, np.zeros((2, 8), np.int32)]))
 
 
 def test_failed_trajectories_are_left_out_and_an_empty_batch_is_allowed():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envace_jax.buckets import Buckets, pick, train_rows
+from envace_jax.buckets import Buckets, pick, row_shapes, train_rows
 
 
 def test_pick_takes_the_smallest_that_holds():
@@ -31,6 +31,11 @@ def test_train_rows_worked_by_hand():
     assert [train_rows(n, 8) for n in (1, 8, 9, 70)] == [8, 8, 16, 80]
     with pytest.raises(ValueError, match="multiple >= 1"):
         train_rows(3, 0)
+
+
+def test_rows_go_to_the_listed_shapes_as_long_as_they_suffice():
+    assert row_shapes(4, (4, 6, 8, 30)) == (4, 8, 32) and row_shapes(4, ()) == ()
+    assert [train_rows(n, 4, (4, 30)) for n in (0, 4, 5, 30, 32, 33)] == [4, 4, 32, 32, 32, train_rows(33, 4)]
 
 
 @given(st.integers(0, 20_000), st.integers(1, 64))

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "data.count": 40, "data.tasks_per_step": 2, "data.attempts": 4, "sampler.slots": 8, "sampler.prefill_rows": (8,),
     "sampler.prefill_lengths": (64, 256), "sampler.cache_lengths": (512,), "batch.rows_multiple": 4,
-    "batch.micro_batch_rows": 4, "evaluation.heldout_tasks": 4, "evaluation.samples": 1, "evaluation.unseen_tasks": 2,
-    "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False, "steps": 3,
-    "optimizer.schedule": "constant",
+    "batch.micro_batch_rows": 4, "batch.row_buckets": (24,), "evaluation.heldout_tasks": 4, "evaluation.samples": 1,
+    "evaluation.unseen_tasks": 2, "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False,
+    "steps": 3, "optimizer.schedule": "constant",
 }  # fmt: skip
 TIMES = ("seconds", "train_seconds", "tokens_per_second", "time")
 
