@@ -24,6 +24,7 @@ from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import Buckets
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
+from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
 from envace_jax.data import TaskStream
 from envace_jax.envs import tiny
@@ -120,7 +121,7 @@ def _train(
     writer: MetricsWriter,
 ) -> TrainState:  # fmt: skip
     """The loop from `progress` to the last step. It keeps `progress` up to date; `began` is when step 0 did."""
-    config, first = setup.config, progress["step"]
+    config, first, compiled = setup.config, progress["step"], CompileCounter()
     if first == 0:
         progress["evaluations"].append(_evaluate(setup, state.params, 0, writer))
     for step in range(first, config.steps):
@@ -128,6 +129,7 @@ def _train(
         state, metrics, trajectories = iterate(setup, state, step, writer)
         done, seconds = step + 1, time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
+        metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
         writer.write(done, metrics)
         writer.write_trajectories(done, _samples(trajectories, config))
         progress["env_calls"] += envs.execution_count() - executed

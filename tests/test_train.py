@@ -35,7 +35,8 @@ SETTINGS = {
     "evaluation.unseen_tasks": 2, "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False,
     "steps": 3, "optimizer.schedule": "constant",
 }  # fmt: skip
-TIMES = ("seconds", "train_seconds", "tokens_per_second", "time")
+# Of the process, not of the run.
+TIMES = ("seconds", "train_seconds", "tokens_per_second", "time", "compiled")
 
 
 def tiny_config(**changes) -> RunConfig:
