@@ -7,6 +7,7 @@ number of buckets. Knows sizes only: nothing of tokens, slots or parameters.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 
@@ -38,11 +39,18 @@ class Buckets:
             if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"Buckets.{field.name} must be ascending positive sizes, got {list(sizes)}")
 
+    def prefill_shapes(self, cache_length: int) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of every prefill call that can come to a working set of `cache_length` positions."""
+        # What is prefilled fits into the working set, so no length beyond the first that holds all of it is picked.
+        below = [length for length in self.prefill_lengths if length < cache_length]
+        return tuple(itertools.product(self.prefill_rows, self.prefill_lengths[: len(below) + 1]))
+
     def compile_bound(self) -> int:
         """The most programs a sampler with these buckets may compile."""
         caches = len(self.cache_lengths)
-        prefills = len(self.prefill_lengths) * len(self.prefill_rows) * caches
-        return prefills + 3 * caches  # prefill; decode, load and fresh state
+        prefills = sum(len(self.prefill_shapes(length)) for length in self.cache_lengths)
+        loads = caches if caches > 1 else 0  # the only length is never left for another
+        return prefills + 2 * caches + loads  # decode and fresh state for each length
 
 
 def row_shapes(multiple: int, buckets: Sequence[int]) -> tuple[int, ...]:

@@ -107,6 +107,13 @@ def fresh_state(
     return SamplerState((pool.k, pool.v), (working.k, working.v), drawing)
 
 
+def empty_call(rows: int, length: int) -> np.ndarray:
+    """i32[rows, HEADER + length], a prefill call of padding alone, to be filled in."""
+    packed = np.zeros((rows, HEADER + length), np.int32)
+    packed[:, [SLOT, ROW, SOURCE]] = NOWHERE
+    return packed
+
+
 def pack_row(
     row: np.ndarray,
     slot: int,
@@ -242,7 +249,10 @@ def _put_slots(old: jax.Array, slots: jax.Array, new: jax.Array, shards: int) ->
 
 
 def load(axes: Any, shards: int, state: SamplerState, rows: jax.Array, length: int) -> SamplerState:
-    """The same state with a working set of `length` positions: slot b gets the pool's row rows[b]."""
+    """The same state with a working set of `length` positions: slot b gets the pool's row rows[b].
+
+    The old working set is not read and may be None.
+    """
     working = jax.tree.map(lambda array, at: take(array, at, rows, length, shards), state.pool, axes)
     return dataclasses.replace(state, working=working)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -171,6 +171,29 @@ class Sampler:
         self._running: dict[int, _Running] = {}  # by slot
         self._waiting: list[int] = []  # slots whose prompt is not yet prefilled, in order of arrival
 
+    def warm_up(self, params: Params, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Compiles all programs that the buckets allow, by running each on padding; leaves the sampler as `reset` does.
+
+        Afterwards no request compiles anything, as long as `step` gets parameters of these shapes, dtypes and
+        placement. `progress` is told what is compiled next, `buckets.compile_bound()` times.
+        """
+        self.reset()
+        idle, lengths = self._slot_rows(), self.buckets.cache_lengths
+        for length in lengths:
+            progress(f"empty cache of {length}")
+            for rows, tokens in self.buckets.prefill_shapes(length):
+                self._make_state(length)
+                progress(f"prefill of {rows * self._shards} x {tokens} tokens, cache of {length}")
+                # Twice: without a mesh, parameters that are bound to a device bind the state that a call gives.
+                for _ in range(2):
+                    self._run_prefill(params, decoding.empty_call(rows * self._shards, tokens))
+            progress(f"decode, cache of {length}")
+            self._run_decode(params, idle, 0, 0)
+            if len(lengths) > 1:
+                progress(f"load into a cache of {length}")
+                self._load_working(idle, length)
+        self.reset()
+
     def free(self) -> int:
         """Slots that a request may take."""
         return self.slots - len(self._running)
@@ -204,10 +227,7 @@ class Sampler:
             self._prefill_round(params)
         active = len(self._running)
         enough = active - max(1, int(active * self.refill_share))
-        limits = jax.device_put(np.array([self.decode_chunk, enough], np.int32), self._limit_sharding)
-        state, self._state = self._state, None
-        self._state, report = self._decode(params, state, self._slot_rows(), limits)
-        return self._harvest(np.asarray(jax.device_get(report)))
+        return self._harvest(self._run_decode(params, self._slot_rows(), self.decode_chunk, enough))
 
     def _check(self, request: SampleRequest) -> tuple[np.ndarray, int, tuple[int, ...]]:
         """The request's prompt, token budget and stop ids."""
@@ -245,11 +265,33 @@ class Sampler:
             longest = max(longest, len(item.prompt) + drawn - 1)
         needed = pick(longest, self.buckets.cache_lengths, "cache length")
         if self._state is None:
-            self._state = self._fresh(length=needed)
+            self._make_state(needed)
         elif needed != self._capacity:
-            state, self._state = self._state, None
-            self._state = self._load(state, self._slot_rows(), needed)
+            self._load_working(self._slot_rows(), needed)
         self._capacity = needed
+
+    # --- the compiled programs; each takes the state over ---
+
+    def _make_state(self, length: int) -> None:
+        self._state = None  # gone before the new one takes memory
+        self._state = self._fresh(length=length)
+
+    def _load_working(self, rows: jax.Array, length: int) -> None:
+        """Fills a working set of another length. It does not matter to the program which length was there before."""
+        assert self._state is not None
+        state, self._state = dataclasses.replace(self._state, working=None), None
+        self._state = self._load(state, rows, length)
+
+    def _run_prefill(self, params: Params, packed: np.ndarray) -> None:
+        state, self._state = self._state, None
+        self._state = self._prefill(params, state, jax.device_put(packed, self._row_sharding))
+
+    def _run_decode(self, params: Params, rows: jax.Array, steps: int, enough: int) -> np.ndarray:
+        """Draws until `steps` are taken or `enough` slots are left; returns what `_harvest` reads."""
+        limits = jax.device_put(np.array([steps, enough], np.int32), self._limit_sharding)
+        state, self._state = self._state, None
+        self._state, report = self._decode(params, state, rows, limits)
+        return np.asarray(jax.device_get(report))
 
     def _prefill_round(self, params: Params) -> None:
         """One piece of every waiting prompt, grouped into calls by padded length."""
@@ -286,8 +328,7 @@ class Sampler:
         return calls
 
     def _prefill_call(self, params: Params, slots: list[int | None], length: int) -> None:
-        packed = np.zeros((len(slots), decoding.HEADER + length), np.int32)
-        packed[:, [decoding.SLOT, decoding.ROW, decoding.SOURCE]] = decoding.NOWHERE
+        packed = decoding.empty_call(len(slots), length)
         for index, slot in enumerate(slots):
             if slot is None:
                 continue
@@ -310,8 +351,7 @@ class Sampler:
             item.prefilled += len(piece)
             item.source = item.row
             self.stats.prefilled_tokens += len(piece)
-        state, self._state = self._state, None
-        self._state = self._prefill(params, state, jax.device_put(packed, self._row_sharding))
+        self._run_prefill(params, packed)
 
     def _harvest(self, report: np.ndarray) -> list[Sample]:
         columns = self.decode_chunk + 1

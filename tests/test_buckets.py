@@ -24,6 +24,14 @@ def test_buckets_must_ascend(sizes):
 def test_compile_bound_worked_by_hand():
     # 2 lengths x 2 rows x 3 caches = 12 prefills; 3 decodes, 3 loads, 3 fresh states
     assert Buckets((8, 32), (1, 4), (64, 128, 256)).compile_bound() == 21
+    assert Buckets((8,), (4,), (64,)).compile_bound() == 3  # nothing to load from another length
+
+
+def test_a_short_cache_sees_no_prefill_of_a_length_that_it_fills_with_a_shorter_one():
+    buckets = Buckets((8, 32, 128), (1, 4), (30, 32, 64))
+    assert buckets.prefill_shapes(30) == buckets.prefill_shapes(32) == ((1, 8), (1, 32), (4, 8), (4, 32))
+    assert buckets.prefill_shapes(64) == tuple((rows, length) for rows in (1, 4) for length in (8, 32, 128))
+    assert buckets.compile_bound() == 4 + 4 + 6 + 9
 
 
 def test_train_rows_worked_by_hand():

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from envace_jax import decoding
 from envace_jax.buckets import Buckets
+from envace_jax.compile_count import CompileCounter
 from envace_jax.draw import draw
 from envace_jax.models.qwen import QwenConfig, make_policy
 from envace_jax.sampling import Sample, Sampler, SampleRequest, SamplerStats, segment_key
+from envace_jax.types import Params
 
 CONFIG = QwenConfig(
     vocab_size=96, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=48, init_std=0.3, rope_theta=1e4
@@ -52,13 +54,15 @@ def fresh(slots: int = 8, chunk: int = 4) -> Sampler:
     return sampler
 
 
-def run(sampler: Sampler, requests: list[SampleRequest], at_once: int | None = None) -> dict[int, Sample]:
+def run(
+    sampler: Sampler, requests: list[SampleRequest], at_once: int | None = None, params: Params | None = None
+) -> dict[int, Sample]:
     """Feeds requests in order, at most `at_once` before each step, until all are done."""
     waiting, done = list(requests), {}
     while waiting or sampler.free() < sampler.slots:
         take = min(len(waiting), sampler.free(), at_once or len(requests))
         sampler.submit([waiting.pop(0) for _ in range(take)])
-        done |= {sample.request_id: sample for sample in sampler.step(PARAMS)}
+        done |= {sample.request_id: sample for sample in sampler.step(PARAMS if params is None else params)}
     return done
 
 
@@ -237,6 +241,32 @@ def test_a_run_compiles_no_more_than_the_buckets_allow():  # invariant 8
     assert sampler.compile_count == before
 
 
+@pytest.mark.parametrize(
+    ("buckets", "bound"),
+    [(Buckets((8, 32), (1, 4), (LENGTH,)), False), (Buckets((32,), (4,), (32, LENGTH)), True)],
+    ids=["many prefills", "many lengths, parameters bound to a device"],
+)
+def test_after_the_warm_up_nothing_is_compiled(buckets, bound):
+    params = jax.device_put(PARAMS, jax.devices()[0]) if bound else PARAMS
+    sampler, told = make_sampler(slots=4, buckets=buckets), []
+    sampler.submit([request(1)])
+    sampler.warm_up(params, told.append)
+    assert sampler.free() == 4 and sampler.stats == SamplerStats()
+    assert len(told) == len(set(told)) == buckets.compile_bound()
+    assert sampler.compile_count == buckets.compile_bound() or bound
+    before, counter = sampler.compile_count, CompileCounter()
+    for number, prompt in enumerate((4, 40, 4, 20, 60, 9)):  # the cache grows and shrinks; calls of one row and more
+        few = [request(10 * number + i, prompt=prompt + i) for i in range(1 + number % 3)]
+        samples = run(sampler, few, at_once=1 + number % 2, params=params)
+        if number < 2:
+            for wanted in few:
+                assert samples[wanted.request_id].tokens.tolist() == reference(wanted)[0]
+            counter.take()  # of the reference
+    sampler.reset()
+    run(sampler, ragged(20), params=params)
+    assert counter.take() == 0 and sampler.compile_count == before
+
+
 def test_decoding_works_on_the_cache_in_place():
     sampler = make_sampler(max_length=4096, buckets=Buckets((8,), (8,), (1024, 4096)))
 
@@ -367,9 +397,12 @@ def test_a_mesh_of_eight_devices_gives_the_same_tokens(run_python, shape):
         t.POLICY = make_policy(t.CONFIG, mesh=mesh)
         buckets = t.Buckets((8, 32), (1, 2), (32, t.LENGTH))
         sampler = t.make_sampler(slots=16, mesh=mesh, buckets=buckets)
+        sampler.warm_up(t.PARAMS)
+        assert sampler.compile_count == buckets.compile_bound()
+        counter = t.CompileCounter()
         with jax.transfer_guard("disallow"):
             samples = t.run(sampler, t.ragged(20))
-        assert sampler.compile_count <= buckets.compile_bound()
+        assert counter.take() == 0
         for number in range(20):
             print(*samples[number].tokens)
         """,
