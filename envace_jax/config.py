@@ -182,6 +182,9 @@ class RunConfig:
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    # Compile everything before the first step instead of when it is first needed: no later step stalls, and one that
+    # does not fit into memory ends the run at once. Results are the same.
+    warm_up: bool = True
     compilation_cache: str = ""  # folder of compiled programs; "" is ~/.cache/envace_jax/xla, "off" keeps none
 
 
@@ -229,11 +232,11 @@ def unsettable(key: str) -> str | None:
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 
-    Free to change: logging, evaluation, checkpoint, the compilation cache, and the number of steps unless the learning
-    rate's schedule is stretched over them.
+    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, and the number of steps unless the
+    learning rate's schedule is stretched over them.
     """
     before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
-    free = {"compilation_cache"} | ({"steps"} if current.optimizer.schedule == "constant" else set())
+    free = {"compilation_cache", "warm_up"} | ({"steps"} if current.optimizer.schedule == "constant" else set())
     lines = []
     for key in sorted(before.keys() | now.keys()):
         if key in free or key.split(".")[0] in ("logging", "evaluation", "checkpoint"):

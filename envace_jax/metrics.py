@@ -130,10 +130,19 @@ class MetricsWriter:
 
             write_curves(self.workdir / METRICS_FILE, path)
 
+    def note(self, text: str) -> None:
+        """Shows a line that stays."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def within(self, text: str) -> None:
+        """Shows how far the run is within a step, on a terminal."""
+        if self._progress is not None:
+            self._progress.within(text)
+
     def progress(self, finished: int, total: int, tokens: int) -> None:
         """Shows how far a rollout is, on a terminal."""
-        if self._progress is not None:
-            self._progress.within(f"{finished}/{total} trajectories, {tokens:,} tokens sampled")
+        self.within(f"{finished}/{total} trajectories, {tokens:,} tokens sampled")
 
     def close(self) -> None:
         """Closes the files and ends the progress line."""

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, sharding, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
-from envace_jax.buckets import Buckets
+from envace_jax.buckets import Buckets, row_shapes
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
@@ -48,6 +48,7 @@ from envace_jax.train_step import (
     make_train_step,
 )
 from envace_jax.types import Params, Policy, Task, TrainBatch, TrainState, Trajectory
+from envace_jax.warm_up import warm_up
 
 Metrics = dict[str, float]
 
@@ -95,6 +96,8 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
         with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=progress["step"]) as writer:
             workfolder.claim(workdir, config)
             writer.start(total=config.steps, done=progress["step"])
+            if config.warm_up and progress["step"] < config.steps:
+                state = compile_all(setup, state, writer)
             state = _train(setup, state, progress, began, checkpoints, writer)
             # The numbers first: they are small, and whatever may go wrong with the export must not cost them.
             summary = summarise(config, progress)
@@ -197,6 +200,22 @@ def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Met
     with jax.transfer_guard("disallow"):
         reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
         return setup.train_step(state, device_batch, reference, counts)
+
+
+def compile_all(setup: Setup, state: TrainState, writer: MetricsWriter | None = None) -> TrainState:
+    """The warm-up: compiles all that `iterate` needs for the shapes of the configuration; the state stays as it was.
+
+    Without `batch.row_buckets` the numbers of rows are not known, and the train step is left to the first steps.
+    """
+    chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
+
+    def update(state: TrainState, rows: int) -> TrainState:
+        return _update(setup, state, *_batch(setup, [], [], (rows,)))[0]
+
+    return warm_up(
+        state, sampler=setup.sampler, for_decoding=setup.for_decoding, update=update,
+        row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
+    )  # fmt: skip
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Metrics:

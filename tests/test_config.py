@@ -230,6 +230,7 @@ def test_differing_keys_are_named_and_free_ones_are_not() -> None:
     assert differing_keys(saved, run) == []
     free = changed(changed(run, "logging", tensorboard=False), "evaluation", heldout_tasks=1)
     free = dataclasses.replace(changed(free, "checkpoint", keep=9), steps=run.steps + 1, compilation_cache="off")
+    free = dataclasses.replace(free, warm_up=not run.warm_up)
     assert differing_keys(saved, free) == []
     other = dataclasses.replace(changed(run, "optimizer", learning_rate=0.5), seed=run.seed + 1)
     assert differing_keys(saved, other) == [

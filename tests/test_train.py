@@ -244,12 +244,17 @@ def test_a_mesh_of_two_takes_twice_the_rows_and_nothing_else(run_python):
     code = """
         from test_train import tiny_config
         from envace_jax import train
+        from envace_jax.compile_count import CompileCounter
         from envace_jax.sharding import make_mesh
 
         rows = {"batch.rows_multiple": 1, "batch.micro_batch_rows": 1, "mesh.fsdp": 2, "optimizer.learning_rate": 0.0}
-        config = tiny_config(**rows, **{"grpo.old_logprobs": "sampler"})
+        config = tiny_config(**rows, **{"grpo.old_logprobs": "sampler", "batch.row_buckets": (23,)})
         setup, state = train.build(config, make_mesh(1, 2, 1))
-        _, metrics, _ = train.iterate(setup, state, 0)
+        state = train.compile_all(setup, state)
+        counter = CompileCounter()
+        for step in range(2):
+            state, metrics, _ = train.iterate(setup, state, step)
+        assert counter.take() == 0 and metrics["batch_rows"] == 24
         assert metrics["batch_rows"] % 2 == 0 and metrics["ratio_deviation_max"] < 1e-5, metrics
         print("trained")
     """

@@ -52,6 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         (path / "config.json").write_text(str(float(params["w"][0])))
 
     monkeypatch.setattr(train, "build", build)
+    monkeypatch.setattr(train, "compile_all", lambda setup, state, writer: state)
     monkeypatch.setattr(train, "iterate", iterate)
     monkeypatch.setattr(train, "_evaluate", evaluate)
     monkeypatch.setattr(train.hf, "save", save)

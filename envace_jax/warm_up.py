@@ -1,0 +1,61 @@
+"""What a run does before its first step: it compiles every program that its padded shapes allow.
+
+Each is run once on nothing but padding, since only a call fills the table in which later calls find the program. It
+changes no result: the sampler is left empty, and the train step's batches train no token. Knows a sampler, shapes, and
+an update as a function; nothing of tasks or rewards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from envace_jax.metrics import MetricsWriter
+from envace_jax.progress import duration
+from envace_jax.sampling import Sampler
+from envace_jax.types import Params, TrainState
+
+
+def warm_up(
+    state: TrainState,
+    *,
+    sampler: Sampler,
+    for_decoding: Callable[[Params], Params],
+    update: Callable[[TrainState, int], TrainState],
+    row_shapes: Sequence[int],
+    writer: MetricsWriter | None = None,
+) -> TrainState:
+    """Compiles what sampling and training need, and returns the state as it was, bit by bit.
+
+    Args:
+      state: taken over, as by a train step.
+      sampler: whatever it runs is dropped.
+      for_decoding: what an iteration makes of parameters before it samples.
+      update: an iteration's update with a batch of so many rows that trains no token.
+      row_shapes: the numbers of rows that batches may have.
+      writer: shows which program is being compiled.
+    """
+    began, done, total = time.time(), 0, sampler.buckets.compile_bound() + len(row_shapes)
+
+    def tell(name: str) -> None:
+        nonlocal done
+        done += 1
+        if writer is not None:
+            writer.within(f"compiling {done}/{total}: {name}")
+
+    if writer is not None:
+        writer.note(f"warm-up: {total} programs to compile")
+    sampler.warm_up(for_decoding(state.params), tell)
+    # A batch without tokens moves nothing but the count of batches, which the update donates with the rest.
+    step = jax.device_get(state.step)
+    for rows in row_shapes:
+        tell(f"train step of {rows} rows")
+        state = update(state, rows)
+    state = dataclasses.replace(state, step=jax.device_put(step, state.step.sharding, may_alias=False))
+    jax.block_until_ready(state)
+    if writer is not None:
+        writer.note(f"warm-up: done in {duration(time.time() - began)}")
+    return state
