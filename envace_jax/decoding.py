@@ -271,7 +271,7 @@ def prefill(
     `packed` is i32[R, HEADER + T] (see `pack_row`). A stream's first START positions come from the pool's row SOURCE,
     the whole goes to row ROW and to slot SLOT. Rows and slots written by a call are distinct; padding names NOWHERE.
     """
-    slots, rows, new, tokens = packed[:, SLOT], packed[:, ROW], packed[:, NEW], packed[:, HEADER:]
+    slots, new, tokens = packed[:, SLOT], packed[:, NEW], packed[:, HEADER:]
     start = packed[:, START]
     leaf, at = jax.tree.leaves(state.working)[0], jax.tree.leaves(axes)[0]
     length = leaf.shape[at.length]
@@ -288,8 +288,9 @@ def prefill(
     hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))
     assert cache is not None
     beginning = jnp.zeros_like(start)
+    added = tokens.shape[1] if shards == 1 else None
     pool = jax.tree.map(
-        lambda old, at, x: put(old, at, rows, beginning, x, shards), state.pool, axes, (cache.k, cache.v)
+        lambda old, at, x: _keep(old, at, packed, x, added, shards), state.pool, axes, (cache.k, cache.v)
     )
     working = jax.tree.map(
         lambda old, at, x: put(old, at, slots, beginning, x, shards), state.working, axes, (cache.k, cache.v)
@@ -300,6 +301,35 @@ def prefill(
     final = jnp.where(packed[:, FINAL] > 0, slots, NOWHERE)
     drawing = jax.tree.map(lambda old, x: _put_slots(old, final, x, shards), state.drawing, drawn)
     return SamplerState(pool, working, drawing)
+
+
+def _keep(
+    pool: jax.Array, axes: Axes, packed: jax.Array, values: jax.Array, added: int | None, shards: int
+) -> jax.Array:
+    """The pool with the rows of a prefill call: whole ones where they were copied from another row, else only the
+    `added` positions from START on (None: whole ones everywhere)."""
+    rows, start = packed[:, ROW], packed[:, START]
+    if added is None or added >= values.shape[axes.length]:
+        return put(pool, axes, rows, jnp.zeros_like(start), values, shards)
+    begin = jnp.minimum(start, values.shape[axes.length] - added)
+    pool = _put_rows(pool, axes, rows, begin, _window(values, axes, begin, added).astype(pool.dtype))
+    copied = (packed[:, SOURCE] != rows) & (start > 0)
+    first = jnp.argsort(~copied, stable=True)
+
+    def whole(index: jax.Array, pool: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(values, first[index], 1, axes.rows).astype(pool.dtype)
+        return jax.lax.dynamic_update_slice(pool, row, _corner(pool, axes, rows[first[index]], 0))
+
+    return jax.lax.fori_loop(0, copied.sum(), whole, pool)
+
+
+def _window(array: jax.Array, axes: Axes, starts: jax.Array, size: int) -> jax.Array:
+    """`size` positions of every row, from its own start on."""
+    return jax.vmap(
+        lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axes.length - (axes.rows < axes.length)),
+        in_axes=(axes.rows, 0),
+        out_axes=axes.rows,
+    )(array, starts)
 
 
 def _first_draw(logits: jax.Array, packed: jax.Array, columns: int, vocab_limit: int) -> Drawing:
@@ -401,9 +431,4 @@ def _write_back(
     """Copies the `width` positions from `begun` on, all that a call of `decode` can have cached, to the pool."""
     size = min(width, working.shape[axes.length])
     starts = jnp.minimum(begun, working.shape[axes.length] - size)
-    window = jax.vmap(
-        lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axes.length - (axes.rows < axes.length)),
-        in_axes=(axes.rows, 0),
-        out_axes=axes.rows,
-    )(working, starts)
-    return put(pool, axes, rows, starts, window, shards)
+    return put(pool, axes, rows, starts, _window(working, axes, starts, size), shards)
