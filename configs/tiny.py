@@ -31,22 +31,24 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 44  # tokens; two calls side by side fit
     config.limits.rehearse_response = 40
 
-    config.sampler.slots = 64  # one for each trajectory of a step
+    config.sampler.slots = 32  # half as many as trajectories: about as many as wait for a token at a time
+    config.sampler.cache_rows = 128  # both streams of every trajectory
     config.sampler.max_length = 440
     config.sampler.refill_share = 0.4  # segments are short: look up less often than the default
     config.sampler.prefill_lengths = (16, 32, 64, 128, 192, 256, 440)
-    config.sampler.prefill_rows = (8,)
+    config.sampler.prefill_rows = (1, 4)
     config.sampler.cache_lengths = (440,)
     config.sampler.cache_dtype = "float32"
 
     config.optimizer.learning_rate = 3e-4  # 0.9 M parameters bear more than the authors' 1e-6 for 8 B
     config.optimizer.schedule = "cosine"  # the last, small steps average out what the first ones overdo
 
-    config.batch.row_length = 440
-    config.batch.rows_multiple = 32
-    config.batch.micro_batch_rows = 16
-    config.batch.row_buckets = (256,)  # a step has 90 to 192; empty micro-batches are skipped
-    config.batch.logprob_chunk = 2048
+    config.batch.layout = "shared"
+    config.batch.row_length = 640
+    config.batch.rows_multiple = 4
+    config.batch.row_buckets = (128,)  # a step fills about 50; empty ones are free
+    config.batch.micro_batch_rows = 4
+    config.batch.logprob_chunk = 512
 
     config.evaluation.heldout_tasks = 256
     config.evaluation.unseen_tasks = 64

@@ -1,6 +1,6 @@
 """Three ways to schedule the multi-turn workload: the same generations, the same trained tokens, different costs.
 
-    ours             whatever any trajectory waits for takes a free slot, kept caches, packed training rows
+    ours             whatever any trajectory waits for takes a free slot, kept caches, packed rows that share beginnings
     lockstep-reused  all ACT generations of a round end before any REHEARSE begins; kept caches, a row per segment
     lockstep-fresh   the same, and every prompt is encoded from its first token
 
@@ -31,7 +31,7 @@ from envace_jax.train_step import TrainStepConfig, init_train_state, make_optimi
 from envace_jax.types import Params, Policy, Segment, TrainBatch, Trajectory
 
 MODES = ("ours", "lockstep-reused", "lockstep-fresh")
-LAYOUTS = {"ours": "packed", "lockstep-reused": "segment", "lockstep-fresh": "segment"}
+LAYOUTS = {"ours": "shared", "lockstep-reused": "segment", "lockstep-fresh": "segment"}
 MOST_SEGMENTS = 1 << 10  # of one trajectory; request ids are number * MOST_SEGMENTS + index
 Tick = Callable[[str], None]
 
