@@ -63,6 +63,7 @@ def build_rollout(size, config, policy, params):
         vocab_limit=config.vocab_size,
         stop_ids=(),
         decode_chunk=chunk,
+        cache_rows=count,  # prompts that are never continued leave nothing to keep
     )
     prompts, repetition = C.prompts(size).tolist(), [0]
 

@@ -9,6 +9,7 @@ import bench
 import multiturn
 import multiturn_modes as modes
 import numpy as np
+import profile_cells
 import pytest
 from bench_cells import Cell
 from bench_limits import Limits, Work, decode_work, prefill_work, train_work
@@ -224,3 +225,22 @@ def test_nominal_work_is_the_peers():
         + (new - 1) * 2 * parameters * count
         + 4 * attention * read
     )
+
+
+def test_a_profile_counts_operations_by_kind_and_nothing_that_holds_them():
+    names = {"ynn_fusion.12": 5, "wrapped_scatter": 2, "copy.1": 1, "add_exponential_fusion.3": 4, "while.2": 50}
+    names |= {"$python.py:3 f": 9, "ThunkExecutor::Execute": 70, "end: copy": 1}
+    events = [{"ph": "X", "name": name, "dur": 1e6 * seconds} for name, seconds in names.items()]
+    found = profile_cells.by_kind([*events, events[0], {"ph": "M", "name": "copy"}])
+    assert found == {
+        "products and reductions": (10, 2),
+        "elementwise": (4, 1),
+        "reads and writes at an index": (2, 1),
+        "copies and transpositions": (1, 1),
+    }
+
+
+def test_the_profile_command_prints_every_cell(capsys):
+    assert profile_cells.main(["--size", "tiny", "--cells", "decode", "train"]) == 0
+    printed = capsys.readouterr().out
+    assert "decode at tiny" in printed and "train at tiny" in printed and printed.count("products and reductions") == 2
