@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envace_jax.draw import draw
+from envace_jax.draw import draw, draw_with, random_words
 from envace_jax.types import KVCache, Params, Policy
 
 STOP_COLUMNS = 4  # stop ids a row may have; unused columns hold -1
@@ -384,9 +384,13 @@ def decode(
         hidden, written = policy.apply(params, now.last[:, None], now.length[:, None], valid, cache)
         assert written is not None
         logits = policy.logits(params, hidden[:, 0])
-        return step + 1, (written.k, written.v), _next_draw(now, logits, written.lengths, vocab_limit)
+        here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, step, keepdims=False), words)
+        return step + 1, (written.k, written.v), _next_draw(now, logits, here, written.lengths, vocab_limit)
 
     begun = state.drawing.length
+    # The random words of the whole chunk at once: a Threefry block is a loop of small operations, dear in every step.
+    ahead = state.drawing.count + jnp.arange(state.drawing.tokens.shape[1])[:, None]
+    words = jax.vmap(random_words, in_axes=(None, 0))(state.drawing.keys, ahead)
     step, working, now = jax.lax.while_loop(wanted, one, (jnp.int32(0), state.working, state.drawing))
     pool = jax.tree.map(
         lambda old, at, new: _write_back(old, at, rows, begun, new, now.tokens.shape[1], shards),
@@ -407,9 +411,11 @@ def decode(
     return SamplerState(pool, working, dataclasses.replace(now, filled=jnp.zeros_like(now.filled))), report
 
 
-def _next_draw(now: Drawing, logits: jax.Array, lengths: jax.Array, vocab_limit: int) -> Drawing:
-    """The state after every active slot has drawn a token from logits f32[B, V]."""
-    token, logprob = draw(logits, now.keys, now.count, now.temperature, now.top_p, vocab_limit)
+def _next_draw(
+    now: Drawing, logits: jax.Array, words: tuple[jax.Array, jax.Array], lengths: jax.Array, vocab_limit: int
+) -> Drawing:
+    """The state after every active slot has drawn a token from logits f32[B, V]; words are `random_words`."""
+    token, logprob = draw_with(logits, words, now.temperature, now.top_p, vocab_limit)
     active, count = now.active, now.count + now.active
     stopped = (token[:, None] == now.stop_ids).any(-1) | (count >= now.budget)
     here = (jnp.arange(now.tokens.shape[1]) == now.filled[:, None]) & active[:, None]

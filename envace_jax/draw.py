@@ -83,11 +83,22 @@ def draw(
     top_p: jax.Array,
     vocab_limit: int,
 ) -> tuple[jax.Array, jax.Array]:
+    """`draw_with` the random words of keys u32[B, 2] at positions i32[B]."""
+    return draw_with(logits, random_words(keys, positions), temperature, top_p, vocab_limit)
+
+
+def draw_with(
+    logits: jax.Array,
+    words: tuple[jax.Array, jax.Array],
+    temperature: jax.Array,
+    top_p: jax.Array,
+    vocab_limit: int,
+) -> tuple[jax.Array, jax.Array]:
     """Draws one id per row: (tokens i32[B], logprobs f32[B]).
 
     Args:
       logits: f32[B, V]. Ids at or above `vocab_limit` (rows of a padded embedding) are never drawn.
-      keys, positions: u32[B, 2] and i32[B], see `random_words`.
+      words: two uniforms f32[B] per row, see `random_words`.
       temperature: f32[B]; 0 takes the most likely id (the lowest of equals).
       top_p: f32[B]; 1 keeps the whole vocabulary. See `nucleus_threshold` for ties.
 
@@ -125,7 +136,7 @@ def draw(
 
     restricted = jnp.any((top_p < 1.0) & ~greedy)
     threshold, groups = jax.lax.cond(restricted, nucleus, whole, None)
-    first, second = random_words(keys, positions)
+    first, second = words
     group = _first_above(groups, first)
     members = jnp.take_along_axis(grouped, group[:, None, None], axis=2)[:, :, 0]
     inside = jnp.exp(members - top[:, None])
