@@ -304,6 +304,7 @@ class Sampler:
                 continue  # its source comes first
             rest = min(len(item.prompt) - item.prefilled, longest)
             groups.setdefault(pick(rest, self.buckets.prefill_lengths), []).append(slot)
+        assert groups, "prompts wait for each other"
         for length, slots in sorted(groups.items()):
             for call in self._calls(slots):
                 self._prefill_call(params, call, length)
