@@ -2,7 +2,7 @@
 
 Command:  python -m envace_jax.main --config=configs/tiny.py
 Source:   ours; the world, its tasks and the base model are made by this repository (experiments/make_tiny_base.py).
-Cost:     430 to 447 s on 2 cores (experiments/results/tiny_seeds.json); each run says its own in summary.json.
+Cost:     about 5 minutes on 2 cores; each run says its own in summary.json.
 """
 
 from ml_collections import config_dict
