@@ -318,7 +318,7 @@ def noisy_assistant(text: str) -> ParsedAssistant:
     return ParsedAssistant("", f"{number}", tuple(calls), None)
 
 
-@pytest.mark.parametrize("temperature", [1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rollouts_do_not_depend_on_slots_rows_or_the_order_of_tasks(monkeypatch, temperature):
     monkeypatch.setattr("envace_jax.episode.parse_assistant", noisy_assistant)
     monkeypatch.setattr("envace_jax.episode.parse_rehearsal", lambda text: (json.dumps([noise_number(text)]), True))

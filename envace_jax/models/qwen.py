@@ -127,18 +127,20 @@ class Layer(nnx.Module):
         if fused:
             group = config.heads // config.kv_heads + 2
             self.query_key_value = heads_in(config.kv_heads, group, axes=("kv_heads", None))
-            self.gate_up = Matrix((width, 2, ffn), ("embed", None, "mlp"), 1, std, rngs)
         else:
             self.query = heads_in(config.heads, axes=("heads",))
             self.key = heads_in(config.kv_heads, axes=("kv_heads",))
             self.value = heads_in(config.kv_heads, axes=("kv_heads",))
-            self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
-            self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
         self.query_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         out_shape = (config.heads, config.head_dim, width)
         self.out = Matrix(out_shape, ("heads", "head_dim", "embed"), 2, std, rngs)
         self.ffn_norm = RMSNorm(width, "embed", config.norm_eps)
+        if fused:
+            self.gate_up = Matrix((width, 2, ffn), ("embed", None, "mlp"), 1, std, rngs)
+        else:
+            self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
+            self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
         self.down = Matrix((ffn, width), ("mlp", "embed"), 1, std, rngs)
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
