@@ -124,6 +124,19 @@ def test_many_short_sequences_meet_few_blocks():
     assert counts == [16, 32]
 
 
+def test_what_no_query_may_read_is_never_touched():
+    """Each sequence's own block of values and keys poisoned in turn: 0 x nan would spoil what it is multiplied into."""
+    q, k, v, weight, ids, _ = problem([[128] * 4], 512)
+    clean = gradients(attend)(q, k, v, weight, ids, None)
+    for number in range(4):
+        own = (ids == number + 1)[..., None, None]
+        bad = [jnp.where(own, jnp.nan, x) for x in (k, v)]
+        others = ~own
+        (d_q, d_k, d_v), out = gradients(attend)(q, *bad, jnp.where(own, 0, weight), ids, None)
+        for got, want in zip((d_q, d_k, d_v, out), (*clean[0], clean[1]), strict=True):
+            np.testing.assert_array_equal(np.where(others, got, 0), np.where(others, want, 0))
+
+
 def test_memory_grows_with_the_row_and_not_with_its_square():
     def temporary(time):
         shapes = [

@@ -79,7 +79,7 @@ def separate(options, logprobs_of):
     return with_gradients(loss)
 
 
-def fused_loss(options, chunk, groups, block, hidden, head, targets, mask, inputs):
+def fused_loss(options, chunk, groups, block, hidden, head, targets, mask, inputs, mesh=None):
     return head_loss(
         hidden,
         head,
@@ -93,6 +93,7 @@ def fused_loss(options, chunk, groups, block, hidden, head, targets, mask, input
         chunk=chunk,
         vocab_block=block,
         groups=groups,
+        mesh=mesh,
     )
 
 
@@ -281,7 +282,7 @@ def test_memory_grows_with_the_chunk_and_not_with_time_times_vocabulary():
     """Forward and gradients together; the logits of all 2 x 512 tokens alone would take 32 MB."""
     vocab, width = 8192, 4
 
-    def temporary_bytes(time, chunk):
+    def temporary_bytes(time, chunk, block=8192):
         def loss(hidden, head, targets, mask):
             return head_loss(
                 hidden,
@@ -292,6 +293,7 @@ def test_memory_grows_with_the_chunk_and_not_with_time_times_vocabulary():
                 None,
                 lambda x, m, *_: (-jnp.sum(jnp.where(m, x, 0)), {}),
                 chunk=chunk,
+                vocab_block=block,
             )[0]
 
         shapes = [
@@ -308,6 +310,8 @@ def test_memory_grows_with_the_chunk_and_not_with_time_times_vocabulary():
     assert long - short < 2 * 256 * one_token / 50
     assert long < 512 * one_token / 3
     assert wider - long > 0.9 * (128 - 32) * one_token
+    # What is formed from the logits exists for a block of the vocabulary at a time.
+    assert wider - temporary_bytes(512, 128, vocab // 8) > 0.5 * 128 * one_token
 
 
 def test_a_loss_that_is_not_a_sum_over_tokens_takes_the_other_path_to_the_same_numbers(monkeypatch):

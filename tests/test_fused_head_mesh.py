@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
 import numpy as np
 import pytest
 from conftest import run_python
-from test_fused_head import LIMIT, token_loss
-
-from envace_jax.fused_head import head_loss
-from envace_jax.grpo import count_denominators
+from test_fused_head import LIMIT, fused_loss
 
 CHUNK_STATES = 32 * 16  # numbers in the hidden states of a chunk; every piece of the head has more
 MESH_CODE = """
@@ -54,21 +50,8 @@ def mesh_problem():
     return hidden, embedding, rng.integers(0, LIMIT, mask.shape).astype(np.int32), mask, inputs
 
 
-def mesh_loss(options, groups, mesh, hidden, embedding, targets, mask, inputs):
-    return head_loss(
-        hidden,
-        embedding.T,
-        targets,
-        mask,
-        inputs,
-        count_denominators(mask, inputs["role"], options.denominator),
-        functools.partial(token_loss, options.old, options.kl_coef),
-        temperature=options.temperature,
-        vocab_limit=options.limit,
-        chunk=32,
-        groups=groups,
-        mesh=mesh,
-    )
+def mesh_loss(options, groups, mesh, hidden, embedding, *rest):
+    return fused_loss(options, 32, groups, 8192, hidden, embedding.T, *rest, mesh=mesh)
 
 
 def largest_collective_in_loops(text):

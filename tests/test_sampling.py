@@ -282,6 +282,26 @@ def test_decoding_works_on_the_cache_in_place():
     assert longer_temporary - temporary < 0.1 * (longer_size - size)
 
 
+@pytest.mark.parametrize("unroll", [True, False])
+def test_no_call_copies_the_pool(unroll):
+    """A pool of 64 long rows beside two slots with short ones: no program has room for another of it."""
+    policy = make_policy(CONFIG, unroll=unroll)
+    settings = {"slots": 2, "cache_rows": 64, "max_length": 4096, "buckets": Buckets((8,), (2,), (64, 4096))}
+    sampler = Sampler(policy, **settings, vocab_limit=LIMIT, stop_ids=STOP)
+    state = jax.eval_shape(lambda: sampler._fresh(length=64))
+    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    params = jax.eval_shape(policy.for_decoding, PARAMS)
+    calls = (
+        sampler._decode.lower(params, state, integers((2,)), integers((2,))),
+        sampler._prefill.lower(params, state, integers((2, decoding.HEADER + 8))),
+        sampler._load.lower(dataclasses.replace(state, working=None), integers((2,)), 64),
+    )
+    pool = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.pool))
+    for call in calls:
+        memory = call.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= pool and memory.temp_size_in_bytes < pool / 8
+
+
 def test_no_implicit_transfer():
     sampler = fresh()
     run(sampler, ragged(3))
