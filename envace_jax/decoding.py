@@ -161,6 +161,8 @@ def _local(numbers: jax.Array, count: int, shards: int) -> jax.Array:
 
 def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int) -> jax.Array:
     """The first `length` positions of rows i32[N] of a cache array."""
+    if shards == 1:
+        return _take_rows(array, axes, rows, length)
 
     def one_part(part: jax.Array, numbers: jax.Array) -> jax.Array:
         sizes = list(part.shape)
@@ -169,14 +171,14 @@ def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int
         numbering = jax.lax.GatherDimensionNumbers(kept, (axes.rows,), (axes.rows,))
         return jax.lax.gather(part, numbers[:, None], numbering, tuple(sizes), mode="clip")
 
-    if shards == 1:
-        return _take_rows(array, axes, rows, length)
     local = _local(rows, array.shape[axes.rows], shards)
     return _join(jax.vmap(one_part)(_split(array, axes.rows, shards), local), axes.rows)
 
 
 def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values: jax.Array, shards: int) -> jax.Array:
     """The array with values [.., N rows, .., positions, ..] at rows i32[N], each from position starts i32[N] on."""
+    if shards == 1:
+        return _put_rows(array, axes, rows, starts, values.astype(array.dtype))
 
     def one_part(part: jax.Array, numbers: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
         kept = tuple(axis for axis in range(part.ndim) if axis != axes.rows)
@@ -191,8 +193,6 @@ def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    if shards == 1:
-        return _put_rows(array, axes, rows, starts, values.astype(array.dtype))
     local = _local(rows, array.shape[axes.rows], shards)
     parts = jax.vmap(one_part)(
         _split(array, axes.rows, shards), local, starts.reshape(shards, -1), _split(values, axes.rows, shards)
@@ -288,10 +288,7 @@ def prefill(
     hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))
     assert cache is not None
     beginning = jnp.zeros_like(start)
-    added = tokens.shape[1] if shards == 1 else None
-    pool = jax.tree.map(
-        lambda old, at, x: _keep(old, at, packed, x, added, shards), state.pool, axes, (cache.k, cache.v)
-    )
+    pool = jax.tree.map(lambda old, at, x: _keep(old, at, packed, x, shards), state.pool, axes, (cache.k, cache.v))
     working = jax.tree.map(
         lambda old, at, x: put(old, at, slots, beginning, x, shards), state.working, axes, (cache.k, cache.v)
     )
@@ -303,13 +300,11 @@ def prefill(
     return SamplerState(pool, working, drawing)
 
 
-def _keep(
-    pool: jax.Array, axes: Axes, packed: jax.Array, values: jax.Array, added: int | None, shards: int
-) -> jax.Array:
-    """The pool with the rows of a prefill call: whole ones where they were copied from another row, else only the
-    `added` positions from START on (None: whole ones everywhere)."""
-    rows, start = packed[:, ROW], packed[:, START]
-    if added is None or added >= values.shape[axes.length]:
+def _keep(pool: jax.Array, axes: Axes, packed: jax.Array, values: jax.Array, shards: int) -> jax.Array:
+    """The pool with the rows of a prefill call. On one device only rows that were copied from another are written
+    whole, and of the others what the call may have added from START on."""
+    rows, start, added = packed[:, ROW], packed[:, START], packed.shape[1] - HEADER
+    if shards > 1 or added >= values.shape[axes.length]:
         return put(pool, axes, rows, jnp.zeros_like(start), values, shards)
     begin = jnp.minimum(start, values.shape[axes.length] - added)
     pool = _put_rows(pool, axes, rows, begin, _window(values, axes, begin, added).astype(pool.dtype))

@@ -5,14 +5,13 @@ Knows arrays whose first axis is rows, and the mesh; knows nothing of what a row
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from envace_jax.sharding import BATCH_AXES
+from envace_jax.sharding import BATCH_AXES, axis_size
 
 
 def split(batch: Any, rows: int, mesh: Mesh | None) -> tuple[Any, int]:
@@ -27,7 +26,7 @@ def split(batch: Any, rows: int, mesh: Mesh | None) -> tuple[Any, int]:
             f"a batch of {count} rows cannot be cut into micro-batches of {rows}; make rows_multiple a multiple of "
             "micro_batch_rows"
         )
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    shards = 1 if mesh is None else axis_size(mesh, BATCH_AXES)
     if rows % shards:
         return jax.tree.map(lambda x: _split(x, rows, 1), batch), 1
     micro = jax.tree.map(lambda x: _split(x, rows, shards), batch)
