@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,6 @@ from envace_jax.train_step import (
     init_train_state,
     loss_and_gradient,
     make_optimizer,
-    make_schedule,
     make_score_step,
     make_train_step,
 )
@@ -481,73 +478,6 @@ def test_each_stop_id_gets_gradient():
     assert np.flatnonzero(along < 0).tolist() == [batch.tokens[r, t]] and np.all(along[LIMIT:] == 0)
 
 
-def test_one_program_serves_all_batches_and_nothing_waits_for_the_host():
-    optimizer = make_optimizer(make_schedule(1e-3, warmup_steps=3))
-    step = make_train_step(BAG, optimizer, CONFIG)
-    state, batch = jax.device_put((init_train_state(BAG.init(jax.random.key(0)), optimizer), batch_in("packed")))
-    other = jax.device_put(dataclasses.replace(batch, advantages=-batch.advantages))
-    with jax.transfer_guard("disallow"):
-        for one in (batch, other, batch):
-            state, stats = step(state, one)
-    assert step._cache_size() == 1 and int(state.step) == 3 and stats["skipped"] == 0
-
-
-def test_memory_of_the_whole_step_grows_with_the_chunk_and_not_with_time_times_vocabulary():
-    """Invariant 9, on the train step with Qwen: forward, backward and AdamW."""
-    vocab, rows = 16384, 2
-    model = dataclasses.replace(MODEL, vocab_size=vocab, width=8, layers=1, heads=2, kv_heads=1)
-    wide = make_policy(model, unroll=False)
-    optimizer = make_optimizer(1e-3)
-    shapes = jax.eval_shape(lambda: init_train_state(wide.init(jax.random.key(0)), optimizer))
-
-    def temporary_bytes(time, chunk):
-        ints, floats = (jax.ShapeDtypeStruct((rows, time), kind) for kind in (jnp.int32, jnp.float32))
-        batch = TrainBatch(ints, ints, ints, jax.ShapeDtypeStruct((rows, time), bool), floats, floats, ints)
-        config = TrainStepConfig(micro_batch_rows=rows, logprob_chunk=chunk)
-        compiled = make_train_step(wide, optimizer, config).lower(shapes, batch).compile()
-        # The donated state is written in place: a copy of any of it would take as much memory again.
-        assert not re.findall(rf"f32\[{vocab},8\]\S* copy\(", compiled.as_text())
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    logits_of_one_token = vocab * 4
-    short, long, wider = temporary_bytes(128, 32), temporary_bytes(256, 32), temporary_bytes(256, 128)
-    assert long - short < rows * 128 * logits_of_one_token / 10
-    assert wider - long > 0.9 * (128 - 32) * logits_of_one_token
-
-
-def test_schedules_by_hand():
-    constant = make_schedule(0.4, warmup_steps=4)
-    np.testing.assert_allclose([constant(n) for n in (0, 1, 3, 4, 99)], [0.1, 0.2, 0.4, 0.4, 0.4], rtol=1e-6)
-    assert make_schedule(0.4)(0) == pytest.approx(0.4)
-    cosine = make_schedule(0.4, schedule="cosine", warmup_steps=2, total_steps=10)
-    np.testing.assert_allclose([cosine(n) for n in (0, 1, 2, 6, 10)], [0.2, 0.4, 0.4, 0.2, 0], rtol=1e-5, atol=1e-8)
-    assert cosine(4) == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)), rel=1e-5)
-    linear = make_schedule(0.4, schedule="linear", total_steps=4)
-    np.testing.assert_allclose([linear(n) for n in range(5)], [0.4, 0.3, 0.2, 0.1, 0.0], atol=1e-7)
-    with pytest.raises(ValueError, match="unknown schedule 'step'"):
-        make_schedule(0.1, schedule="step")
-    with pytest.raises(ValueError, match="needs total_steps"):
-        make_schedule(0.1, schedule="cosine", warmup_steps=5, total_steps=5)
-
-
-def test_the_optimizer_equals_torch_adamw_with_gradient_clipping():
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    start = rng.normal(size=(3, 4)).astype(np.float32)
-    gradients = [(rng.normal(size=(3, 4)) * scale).astype(np.float32) for scale in (0.01, 5.0, 0.3, 40.0)]
-    theirs = torch.nn.Parameter(torch.tensor(start))
-    adamw = torch.optim.AdamW([theirs], lr=0.03, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
-    optimizer = make_optimizer(0.03)
-    ours, state = jnp.asarray(start), optimizer.init(jnp.asarray(start))
-    for gradient in gradients:
-        theirs.grad = torch.tensor(gradient)
-        torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-        adamw.step()
-        updates, state = optimizer.update(jnp.asarray(gradient), state, ours)
-        ours = optax.apply_updates(ours, updates)
-    np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=2e-5, atol=1e-6)
-
-
 def test_bad_settings_are_errors():
     for options, message in (
         ({"loss": "dpo"}, "unknown loss 'dpo'; choose one of 'ppo'"),
@@ -564,14 +494,3 @@ def test_bad_settings_are_errors():
         compiled_gradient(dataclasses.replace(CONFIG, kl_coef=0.1))(params(), batch_in("packed"))
     with pytest.raises(ValueError, match="24 rows cannot be cut into micro-batches of 7"):
         compiled_gradient(dataclasses.replace(CONFIG, micro_batch_rows=7))(params(), batch_in("packed"))
-
-
-def test_bfloat16_parameters_and_moments_keep_their_dtype():
-    """Else a resumed run would find other dtypes in its checkpoint than a fresh one has."""
-    optimizer = make_optimizer(1e-3)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), BAG.init(jax.random.key(0)))
-    state = init_train_state(half, optimizer)
-    before = jax.tree.map(lambda leaf: leaf.dtype, state)
-    after, stats = make_train_step(BAG, optimizer, CONFIG)(state, batch_in("packed"))
-    assert float(stats["update_norm"]) > 0
-    assert jax.tree.map(lambda leaf: leaf.dtype, after) == before
