@@ -231,7 +231,7 @@ def test_a_profile_counts_operations_by_kind_and_nothing_that_holds_them():
     names = {"ynn_fusion.12": 5, "wrapped_scatter": 2, "copy.1": 1, "add_exponential_fusion.3": 4, "while.2": 50}
     names |= {"$python.py:3 f": 9, "ThunkExecutor::Execute": 70, "end: copy": 1}
     events = [{"ph": "X", "name": name, "dur": 1e6 * seconds} for name, seconds in names.items()]
-    found = profile_cells.by_kind([*events, events[0], {"ph": "M", "name": "copy"}])
+    found = profile_cells.total_up([*events, events[0], {"ph": "M", "name": "copy"}], profile_cells.kind_of)
     assert found == {
         "products and reductions": (10, 2),
         "elementwise": (4, 1),
@@ -241,6 +241,7 @@ def test_a_profile_counts_operations_by_kind_and_nothing_that_holds_them():
 
 
 def test_the_profile_command_prints_every_cell(capsys):
-    assert profile_cells.main(["--size", "tiny", "--cells", "decode", "train"]) == 0
+    assert profile_cells.main(["--size", "tiny", "--cells", "decode", "train", "--top", "3"]) == 0
     printed = capsys.readouterr().out
     assert "decode at tiny" in printed and "train at tiny" in printed and printed.count("products and reductions") == 2
+    assert printed.count(" ms  ") == 6
