@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from envace_jax.grpo import ROLES, check_name
 from envace_jax.types import Role, Segment, TrainBatch, Trajectory
 
 LAYOUTS = ("shared", "packed", "merged", "segment")
-LEAST_SHARED = 8  # tokens; a shorter beginning is not worth a sequence of its own
+LEAST_SHARED = 8  # tokens; a shorter beginning is not worth a bond between two streams
 
 
 @dataclasses.dataclass
@@ -42,13 +42,16 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Streams of one row whose first `shared` tokens are the same and stand there once; none of those is trained."""
+    """Streams of one row, each of which begins with `shared` tokens of the one before it, which stand there once.
+
+    The first shares 0. A stream trains none of the tokens that it shares; the one before it may.
+    """
 
     streams: tuple[Stream, ...]
-    shared: int = 0
+    shared: tuple[int, ...]
 
     def __len__(self) -> int:
-        return self.shared + sum(len(stream) - self.shared for stream in self.streams)
+        return sum(map(len, self.streams)) - sum(self.shared)
 
 
 def make_batch(
@@ -67,8 +70,8 @@ def make_batch(
     Layouts: `"segment"` has a row per segment. `"merged"` has a row per stream: a segment whose prompt begins with
     all tokens of the trajectory's previous segment in the same role continues that row. `"packed"` puts several
     merged streams into one row, longest first, each into the first row with room. `"shared"` packs too, and streams
-    that begin alike (attempts at one task, results rehearsed from one history) have that beginning once, as a sequence
-    that the others continue (`prefix_ids`).
+    that begin alike (attempts at one task, results rehearsed from one history) have that beginning once, in the first
+    of them, and the others continue it (`last_readers`): a tree of streams. Longer rows hold more of a tree.
 
     Args:
       trajectories: may be empty, and all may have failed: then no token is trained.
@@ -104,10 +107,13 @@ def make_batch(
     if drop_zero_advantage:
         streams = [stream for stream in streams if any(advantage for _, advantage in stream.parts)]
     kept = sum(map(len, streams))
-    bundles = [Bundle((stream,)) for stream in streams] if layout != "shared" else _bundle(streams, row_length)
-    rows = [[bundle] for bundle in bundles] if layout in ("merged", "segment") else _pack(bundles, row_length)
+    if layout == "shared":
+        rows = _pack_shared(streams, row_length)
+    else:
+        bundles = [Bundle((stream,), (0,)) for stream in streams]
+        rows = _pack(bundles, row_length) if layout == "packed" else [[bundle] for bundle in bundles]
     batch = _fill(rows, row_length, train_rows(len(rows), rows_multiple, row_buckets), pad_id, layout == "shared")
-    tokens = sum(map(len, bundles))
+    tokens = sum(len(bundle) for row in rows for bundle in row)
     stats |= {
         "rows": float(batch.tokens.shape[0]),
         "filled_rows": float(len(rows)),
@@ -180,37 +186,73 @@ def _sampled(streams: list[Stream], role: Role) -> int:
     return sum(len(segment.tokens) for stream in streams for segment, _ in stream.parts if segment.role == role)
 
 
-def _bundle(streams: list[Stream], row_length: int) -> list[Bundle]:
-    """The streams in bundles of the least tokens in all, each no longer than a row.
+def _pack_shared(streams: list[Stream], row_length: int) -> list[list[Bundle]]:
+    """The better of two packings: whole bundles, longest first, or the streams in order, cut where a row is full.
 
-    In lexicographic order those that begin alike are neighbours, so the best cut of that order into runs is the best
-    bundling: a shortest path over the places to cut, where a run costs its tokens with its common beginning once.
+    In lexicographic order streams that begin alike are neighbours, and what each shares with all before it, it shares
+    with the one before it. Fewer rows are better, then fewer tokens.
     """
     ordered = sorted(streams, key=lambda stream: stream.tokens.astype(">i4").tobytes())  # equals keep their order
-    tokens = [stream.tokens for stream in ordered]
-    # The token before the first trained one predicts it, so it must be a stream's own.
-    untrained = [len(stream.parts[0][0].prompt_tokens) - 1 for stream in ordered]
-    alike = [0, *(_common(one, other) for one, other in itertools.pairwise(tokens))]
-    best, cuts = [0], [0]  # of the first n streams: tokens, where the last run begins, and what it shares
-    shares = [0]
+    shared = _shared_with_previous(ordered)
+    whole = _pack(_bundle(ordered, shared, row_length), row_length)
+    in_order = [[bundle] for bundle in _cut(ordered, shared, _full_rows(ordered, shared, row_length))]
+    return min(whole, in_order, key=lambda rows: (len(rows), sum(len(bundle) for row in rows for bundle in row)))
+
+
+def _full_rows(ordered: list[Stream], shared: list[int], row_length: int) -> list[int]:
+    """Where each row begins when it takes the next streams in order for as long as they fit."""
+    begins: list[int] = []
+    room = 0
+    for index, stream in enumerate(ordered):
+        room -= len(stream) - shared[index]
+        if room < 0 or not begins:
+            begins.append(index)
+            room = row_length - len(stream)
+    return begins
+
+
+def _cut(ordered: list[Stream], shared: list[int], begins: list[int]) -> list[Bundle]:
+    """The bundles that begin at these places of the order."""
+    return [
+        Bundle(tuple(ordered[begin:end]), (0, *shared[begin + 1 : end]))
+        for begin, end in itertools.pairwise([*begins, len(ordered)])
+    ]
+
+
+def _shared_with_previous(ordered: list[Stream]) -> list[int]:
+    """How many tokens each stream shares with the one before it and does not train."""
+    shared = [0] * len(ordered)
+    for index in range(1, len(ordered)):
+        # The token before the first trained one predicts it, so it must be a stream's own.
+        untrained = len(ordered[index].parts[0][0].prompt_tokens) - 1
+        common = min(_common(ordered[index - 1].tokens, ordered[index].tokens), untrained)
+        shared[index] = common if common >= LEAST_SHARED else 0
+    return shared
+
+
+def _bundle(ordered: list[Stream], shared: list[int], limit: int) -> list[Bundle]:
+    """The streams cut into runs of the least tokens in all, each no longer than `limit`, and of those the shortest.
+
+    A shortest path over the places to cut: a run costs its streams' tokens less what each shares with the one before.
+    """
+    sizes = list(map(len, ordered))
+    best, cuts = [0], [0]  # of the first n streams: tokens, and where the last run begins
     for end in range(1, len(ordered) + 1):
-        shared, length, found = untrained[end - 1], 0, (best[end - 1] + len(tokens[end - 1]), end - 1, 0)
+        cost, found = 0, (best[end - 1] + sizes[end - 1], end - 1)
         for begin in range(end - 1, -1, -1):
-            shared, length = min(shared, untrained[begin]), length + len(tokens[begin])
-            cost = length - (end - 1 - begin) * shared
-            if begin < end - 1 and (shared < LEAST_SHARED or cost > row_length):
+            cost += sizes[begin]
+            if cost > limit:
                 break
-            if begin < end - 1 and best[begin] + cost < found[0]:
-                found = (best[begin] + cost, begin, shared)
-            shared = min(shared, alike[begin])
+            if best[begin] + cost < found[0]:
+                found = (best[begin] + cost, begin)
+            cost -= shared[begin]
         best.append(found[0])
         cuts.append(found[1])
-        shares.append(found[2])
-    bundles, end = [], len(ordered)
+    begins, end = [], len(ordered)
     while end:
-        bundles.append(Bundle(tuple(ordered[cuts[end] : end]), shares[end]))
         end = cuts[end]
-    return bundles[::-1]
+        begins.append(end)
+    return _cut(ordered, shared, begins[::-1])
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
@@ -239,37 +281,38 @@ def _fill(rows: list[list[Bundle]], row_length: int, count: int, pad_id: int, sh
     """Writes every stream into its place of preallocated arrays [count, row_length]."""
     shape = (count, row_length)
     tokens = np.full(shape, pad_id, np.int32)
-    positions, sequence_ids, role, prefix_ids = (np.zeros(shape, np.int32) for _ in range(4))
+    positions, sequence_ids, role, last_readers = (np.zeros(shape, np.int32) for _ in range(4))
     loss_mask = np.zeros(shape, bool)
     advantages, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-
-    def write(r: int, start: int, number: int, stream: np.ndarray, first: int) -> int:
-        """Tokens of a stream from position `first` on; where they end."""
-        stop = start + len(stream) - first
-        tokens[r, start:stop] = stream[first:]
-        positions[r, start:stop] = np.arange(first, len(stream))
-        sequence_ids[r, start:stop] = number
-        return stop
-
     for r, bundles in enumerate(rows):
         start, number = 0, 0
         for bundle in bundles:
-            trunk = 0
-            if bundle.shared:
-                trunk = number = number + 1
-                start = write(r, start, number, bundle.streams[0].tokens[: bundle.shared], 0)
-            for stream in bundle.streams:
+            for index, (stream, first) in enumerate(zip(bundle.streams, bundle.shared, strict=True)):
                 number += 1
-                stop = write(r, start, number, stream.tokens, bundle.shared)
-                prefix_ids[r, start:stop] = trunk
+                here = slice(start, start + len(stream) - first)
+                tokens[r, here] = stream.tokens[first:]
+                positions[r, here] = np.arange(first, len(stream))
+                sequence_ids[r, here] = last_readers[r, here] = number
+                for later, depth in _readers(bundle.shared, index):
+                    last_readers[r, start : start + depth - first] = number + later
                 for segment, advantage in stream.parts:
-                    at = start + len(segment.prompt_tokens) - bundle.shared
+                    at = start + len(segment.prompt_tokens) - first
                     own = slice(at, at + len(segment.tokens))
                     loss_mask[r, own] = True
                     advantages[r, own] = advantage
                     old_logprobs[r, own] = segment.logprobs
                     role[r, own] = segment.role
-                start = stop
+                start = here.stop
     # The fields are annotated as device arrays; on the host they are numpy until the caller moves them in one copy.
     arrays: list[Any] = [tokens, positions, sequence_ids, loss_mask, advantages, old_logprobs, role]
-    return TrainBatch(*arrays, *([prefix_ids] if shared else []))
+    return TrainBatch(*arrays, *([last_readers] if shared else []))
+
+
+def _readers(shared: tuple[int, ...], index: int) -> Iterator[tuple[int, int]]:
+    """(how many streams later, down to which position) for the streams that read what stream `index` adds."""
+    depth = shared[index + 1] if index + 1 < len(shared) else 0
+    for later, own in enumerate(shared[index + 1 :], start=1):
+        depth = min(depth, own)
+        if depth <= shared[index]:
+            return
+        yield later, depth

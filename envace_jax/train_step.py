@@ -158,7 +158,7 @@ def batch_logprobs(policy: Policy, config: TrainStepConfig, params: Params, batc
 
     Entries where loss_mask is False mean nothing (at a sequence's start they pair two sequences).
     """
-    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None, batch.prefix_ids)
+    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None, batch.last_readers)
     # The state at t - 1 predicts token t. Shifting the targets there and the result back copies no hidden states.
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
     logprobs = token_logprobs(
@@ -216,7 +216,7 @@ def _loss(
     if config.loss not in TOKENWISE:
         logprobs = batch_logprobs(policy, config, params, batch)
         return token_loss(logprobs, batch.loss_mask, inputs, denominators)
-    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None, batch.prefix_ids)
+    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None, batch.last_readers)
     # As in batch_logprobs: everything that is known of token t moves to the state at t - 1, which predicts it.
     targets, mask, inputs = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.tokens, batch.loss_mask, inputs))
     return head_loss(

@@ -146,9 +146,9 @@ class TrainBatch:
     advantages: jax.Array  # f32[B, T]
     old_logprobs: jax.Array  # f32[B, T], the sampler's; 0 where loss_mask is False
     role: jax.Array  # i32[B, T], a Role where loss_mask is True
-    # i32[B, T], the sequence, earlier in the row, that a token reads besides its own and that its positions continue;
-    # 0 for none. None where no row shares a beginning.
-    prefix_ids: jax.Array | None = None
+    # i32[B, T], the last sequence that reads a token: those numbered from its own to this one do. None where no row
+    # shares a beginning, so that a token is read by its own sequence alone.
+    last_readers: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -163,11 +163,11 @@ class TrainState:
 class Policy:
     """A language model as pure functions.
 
-    `apply(params, tokens, positions, sequence_ids, cache, prefix_ids=None) -> (hidden, cache)`: tokens, positions,
-    sequence_ids and prefix_ids are i32[B, T]; hidden is [B, T, D]. Without a cache a token attends to earlier tokens
-    of its own sequence id, and of the sequence that prefix_ids names for it (`TrainBatch`). With a cache each row is
-    one sequence, the tokens with a non-zero sequence id (a prefix of the row) are written at cache.lengths[b] onwards,
-    and lengths grow by their number.
+    `apply(params, tokens, positions, sequence_ids, cache, last_readers=None) -> (hidden, cache)`: tokens, positions,
+    sequence_ids and last_readers are i32[B, T]; hidden is [B, T, D]. Without a cache a token attends to earlier tokens
+    of its own sequence id, and to those that last_readers lets its sequence read (`TrainBatch`). With a cache each row
+    is one sequence, the tokens with a non-zero sequence id (a prefix of the row) are written at cache.lengths[b]
+    onwards, and lengths grow by their number.
     `logits(params, hidden) -> f32[..., V]`. `head(params) -> [D, V]` gives the output projection for
     chunked log-probabilities. `init_cache(slots, length, dtype) -> KVCache`.
     `for_decoding(params) -> params` gives what the functions above read fastest, with the same results, while the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import numpy as np
@@ -200,10 +199,10 @@ def test_every_layout_trains_the_same_tokens_after_the_same_context(attempts, da
         batch, _ = make_batch(attempts, values, layout=layout, row_length=80, rows_multiple=3)
         found = Counter()
         for r, t in zip(*np.nonzero(batch.loss_mask), strict=True):
-            before = batch.sequence_ids[r, :t] == batch.sequence_ids[r, t]
-            assert before[-1]  # the place that predicts the token is its own sequence's
-            if batch.prefix_ids is not None and batch.prefix_ids[r, t]:
-                before |= batch.sequence_ids[r, :t] == batch.prefix_ids[r, t]
+            own, ids = batch.sequence_ids[r, t], batch.sequence_ids[r, :t]
+            assert ids[-1] == own  # the place that predicts the token is its own sequence's
+            last = ids if batch.last_readers is None else batch.last_readers[r, :t]
+            before = (ids <= own) & (own <= last)
             context = tuple(batch.tokens[r, :t][before])
             assert len(context) == batch.positions[r, t] > 0
             fields = batch.tokens, batch.advantages, batch.old_logprobs, batch.role
@@ -230,40 +229,72 @@ def test_a_shared_beginning_stands_once_and_only_what_is_not_trained_is_shared()
     values = [np.ones(1, np.float32)] * 3
     batch, stats = make_batch(attempts, values, layout="shared", row_length=18)
     assert stats["shared_tokens"] == 9 and stats["tokens"] == 9 + 3 + 3 + 3 and stats["sequences"] == 3
-    assert batch.sequence_ids[0].tolist() == [1] * 9 + [2] * 3 + [3] * 3 + [4] * 3
-    assert batch.prefix_ids[0].tolist() == [0] * 9 + [1] * 6 + [0] * 3
+    assert batch.sequence_ids[0].tolist() == [1] * 12 + [2] * 3 + [3] * 3
+    assert batch.last_readers[0].tolist() == [2] * 9 + [1] * 3 + [2] * 3 + [3] * 3
     assert batch.positions[0].tolist() == [*range(9), 9, 10, 11, 9, 10, 11, 0, 1, 2]
     assert batch.tokens[0].tolist() == [*prompt[:9], 3, 4, 5, 3, 4, 6, 7, 7, 1]
     assert np.flatnonzero(batch.loss_mask[0]).tolist() == [10, 11, 13, 14, 17]
     apart, stats = make_batch(attempts, values, layout="shared", row_length=14)  # the two together are one too many
-    assert stats["shared_tokens"] == 0 and not apart.prefix_ids.any()
+    assert stats["shared_tokens"] == 0 and np.array_equal(apart.last_readers, apart.sequence_ids)
+
+
+def test_streams_share_a_tree_of_beginnings():
+    """One task's prompt, two histories that begin with it, and two attempts at the second: three levels."""
+    task, history = [1] * 8, [2] * 8
+    prompts = [[*task, 9], [*task, *history, 7], [*task, *history, 8], [*task, *history, 8], [3, 3]]
+    attempts = [trajectory(segment(Role.ACT, prompt, [5]), attempt=i) for i, prompt in enumerate(prompts)]
+    batch, stats = make_batch(attempts, [np.ones(1, np.float32)] * 5, layout="shared", row_length=32)
+    # In order: task + history + 7, 8 twice (the last prompt token predicts, so it is each one's own), 9, and 3 3.
+    assert stats["rows"] == 1 and stats["tokens"] == 18 + 2 + 2 + 2 + 3
+    assert batch.sequence_ids[0].tolist() == [1] * 18 + [2] * 2 + [3] * 2 + [4] * 2 + [5] * 3 + [0] * 5
+    shared = [4] * 8 + [3] * 8
+    assert batch.last_readers[0].tolist() == shared + [1] * 2 + [2] * 2 + [3] * 2 + [4] * 2 + [5] * 3 + [0] * 5
+
+
+def test_what_one_stream_trains_another_may_read():
+    """A rehearsal whose prompt holds a call that was sampled after the same beginning."""
+    prompt = list(range(8))
+    act = segment(Role.ACT, prompt, [5, 6])
+    rehearsal = segment(Role.REHEARSE, [*prompt, 5, 6, 9], [7])
+    batch, stats = make_batch([trajectory(act, rehearsal)], [np.ones(2)], layout="shared", row_length=16)
+    assert batch.tokens[0, :12].tolist() == [*prompt, 5, 6, 9, 7] and stats["tokens"] == 12
+    assert np.flatnonzero(batch.loss_mask[0]).tolist() == [8, 9, 11]
+    assert batch.last_readers[0].tolist() == [2] * 12 + [0] * 4
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=9), min_size=1, max_size=6), st.integers(10, 30))
-def test_bundles_hold_the_fewest_tokens_of_all_cuts(prompts, row_length):
-    """Against every way to cut the sorted streams into runs."""
-    attempts = [trajectory(segment(Role.ACT, prompt, [5]), attempt=i) for i, prompt in enumerate(prompts)]
+def test_bundles_hold_the_fewest_tokens_of_all_cuts(prompts, limit):
+    """Against every way to cut the sorted streams into runs, each costing the nodes of its tree of beginnings."""
     ordered = sorted([*prompt, 5] for prompt in prompts)
 
     def cost(run):
-        if len(run) == 1:
-            return len(run[0])
-        columns = itertools.takewhile(
-            lambda tokens: len(set(tokens)) == 1, zip(*(one[:-2] for one in run), strict=False)
-        )
-        shared = len(list(columns))
-        whole = shared + sum(len(one) - shared for one in run)
-        return whole if shared >= 2 and whole <= row_length else float("inf")
+        nodes = {tuple(tokens[: end + 1]) for tokens in run for end in range(len(tokens) - 2)}
+        whole = len(nodes) + 2 * len(run)  # the last prompt token and the sampled one are each one's own
+        return whole if len(run) == 1 or whole <= limit else float("inf")
 
     def cheapest(streams):
         ends = range(1, len(streams) + 1)
         return min((cost(streams[:end]) + cheapest(streams[end:]) for end in ends), default=0)
 
+    streams = [batching.Stream([(segment(Role.ACT, tokens[:-1], [5]), 1.0)], "") for tokens in ordered]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "LEAST_SHARED", 2)
-        _, stats = make_batch(attempts, [np.ones(1)] * len(attempts), layout="shared", row_length=row_length)
-    assert stats["tokens"] == cheapest(ordered)
+        patch.setattr(batching, "LEAST_SHARED", 1)
+        bundles = batching._bundle(streams, batching._shared_with_previous(streams), limit)
+    assert [tokens for bundle in bundles for tokens in (s.tokens.tolist() for s in bundle.streams)] == ordered
+    assert sum(map(len, bundles)) == cheapest(ordered)
+
+
+def test_a_tree_is_cut_where_a_row_is_full_when_that_saves_a_row():
+    """Three tasks of three attempts, 8 shared and 8 own tokens each: a bundle of 32 leaves 24 places of a row."""
+    attempts = [
+        trajectory(segment(Role.ACT, [task] * 8 + [attempt], [5] * 7), attempt=attempt)
+        for task in (1, 2, 3)
+        for attempt in range(3)
+    ]
+    _, stats = make_batch(attempts, [np.ones(1)] * len(attempts), layout="shared", row_length=56)
+    # Whole bundles: three rows. In order: 32 + 24, then the third attempt at the second task, 16, + 32.
+    assert stats["rows"] == 2 and stats["tokens"] == 32 + 24 + 16 + 32
 
 
 def test_rows_are_dealt_to_shards_in_turn_and_empty_ones_come_last():

@@ -17,45 +17,44 @@ from envace_jax.models.block_attention import attend, meeting_blocks
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def dense(q, k, v, sequence_ids, prefix_ids=None):
+def dense(q, k, v, sequence_ids, last_readers=None):
     """All scores at once."""
     time = q.shape[1]
     k, v = (jnp.repeat(x.astype(jnp.float32), HEADS // KV_HEADS, axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * HEAD_DIM**-0.5
-    mask = sequence_ids[:, :, None] == sequence_ids[:, None, :]
-    if prefix_ids is not None:
-        mask |= (prefix_ids[:, :, None] == sequence_ids[:, None, :]) & (prefix_ids[:, :, None] != 0)
+    last = sequence_ids if last_readers is None else last_readers
+    mask = (sequence_ids[:, None, :] <= sequence_ids[:, :, None]) & (sequence_ids[:, :, None] <= last[:, None, :])
     mask &= np.tri(time, dtype=bool)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30)), v)
 
 
-def row_of(lengths, time, trunk=0):
-    """Sequence and prefix ids of one row: sequences of these lengths; with `trunk` each fourth is one that the three
-    after it continue."""
-    ids, prefixes = np.zeros(time, np.int32), np.zeros(time, np.int32)
+def row_of(lengths, time, readers=0):
+    """Sequence ids and last readers of one row: sequences of these lengths; with `readers` the first tokens of each are
+    read by so many after it, and those behind them by fewer and fewer."""
+    ids, last = np.zeros(time, np.int32), np.zeros(time, np.int32)
     start = 0
     for number, length in enumerate(lengths, start=1):
         ids[start : start + length] = number
-        if trunk and number % 4 != 1:
-            prefixes[start : start + length] = (number - 1) // 4 * 4 + 1
+        later = np.linspace(readers, 0, length).round().astype(np.int32)
+        last[start : start + length] = np.minimum(number + later, len(lengths))
         start += length
-    return ids, prefixes
+    return ids, last
 
 
-def problem(rows, time, dtype=jnp.float32, trunk=0):
-    """(q, k, v, weight) with weight 0 at padding, sequence ids, prefix ids or None."""
-    pairs = [row_of(lengths, time, trunk) for lengths in rows]
-    ids, prefixes = (np.stack(column) for column in zip(*pairs, strict=True))
+def problem(rows, time, dtype=jnp.float32, readers=0):
+    """(q, k, v, weight) with weight 0 at padding, sequence ids, last readers or None."""
+    pairs = [row_of(lengths, time, readers) for lengths in rows]
+    ids, last = (np.stack(column) for column in zip(*pairs, strict=True))
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(len(rows), time, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, weight = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
-    return q, k, v, jnp.where(ids[..., None, None] != 0, weight, 0), ids, prefixes if trunk else None
+    return q, k, v, jnp.where(ids[..., None, None] != 0, weight, 0), ids, last if readers else None
 
 
 @functools.cache
 def gradients(of):
-    def loss(q, k, v, weight, ids, prefixes):
-        out = of(q, k, v, ids, prefixes)
+    def loss(q, k, v, weight, ids, last):
+        out = of(q, k, v, ids, last)
         return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
@@ -73,21 +72,21 @@ def assert_same(arguments, tolerance=2e-6):
         )
 
 
-@pytest.mark.parametrize("trunk", [0, 1])
+@pytest.mark.parametrize("readers", [0, 2])
 @pytest.mark.parametrize("time", [1, 7, 128, 129, 300])
-def test_any_packing_gives_the_dense_formula_and_its_gradients(time, trunk):
+def test_any_packing_gives_the_dense_formula_and_its_gradients(time, readers):
     each = max(1, time // 5)
     rows = [[time], [each] * 4, [1, each, time - 2 * each - 1, each] if time > 5 else [1]]
-    assert_same(problem(rows, time, trunk=trunk))
+    assert_same(problem(rows, time, readers=readers))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(1, 60), max_size=9), min_size=2, max_size=2), st.sampled_from([0, 1]))
-def test_random_packings_give_the_dense_formula(rows, trunk):
+@given(st.lists(st.lists(st.integers(1, 60), max_size=9), min_size=2, max_size=2), st.sampled_from([0, 1, 3]))
+def test_random_packings_give_the_dense_formula(rows, readers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_attention, "BLOCK", 16)
         rows = [lengths[: np.searchsorted(np.cumsum(lengths), 150, side="right")] for lengths in rows]
-        assert_same(problem(rows, 150, trunk=trunk))
+        assert_same(problem(rows, 150, readers=readers))
 
 
 def test_ids_in_any_order_give_the_dense_formula():
@@ -101,16 +100,17 @@ def test_bfloat16_stays_close_and_keeps_its_dtype():
 
 
 def test_blocks_meet_where_a_sequence_or_its_beginning_reaches():
-    ids, prefixes = row_of([20, 20, 20, 20, 40], 128, trunk=1)
-    blocks = np.asarray(meeting_blocks((ids[None],), 8, 16))
-    np.testing.assert_array_equal(blocks, exact(ids, np.zeros_like(ids)))
-    shared = np.asarray(meeting_blocks((ids[None], prefixes[None]), 8, 16))
-    np.testing.assert_array_equal(shared, exact(ids, prefixes))
+    ids, last = row_of([20, 20, 20, 20, 40], 128, readers=3)
+    cut, cut_last = (x[None] for x in (ids, last))
+    blocks = np.asarray(meeting_blocks((cut, cut), 8, 16))
+    np.testing.assert_array_equal(blocks, exact(ids, ids))
+    shared = np.asarray(meeting_blocks((cut, cut_last), 8, 16))
+    np.testing.assert_array_equal(shared, exact(ids, last))
     assert blocks.sum() < shared.sum() < 36
 
 
-def exact(ids, prefixes):
-    mask = (ids[:, None] == ids) & (ids != 0) | (prefixes[:, None] == ids) & (prefixes[:, None] != 0)
+def exact(ids, last):
+    mask = (ids <= ids[:, None]) & (ids[:, None] <= last) & (ids != 0)
     mask &= np.tri(len(ids), dtype=bool)
     return mask.reshape(8, 16, 8, 16).any(axis=(1, 3)) | np.eye(8, dtype=bool)
 
@@ -120,7 +120,8 @@ def test_many_short_sequences_meet_few_blocks():
     counts = []
     for time in (1024, 2048):
         ids, _ = row_of([64] * (time // 64), time)
-        counts.append(int(meeting_blocks((ids[None],), time // 64, 64).sum()))
+        cut = ids[None]
+        counts.append(int(meeting_blocks((cut, cut), time // 64, 64).sum()))
     assert counts == [16, 32]
 
 

@@ -174,7 +174,7 @@ def test_no_micro_batch_split_changes_the_gradient_of_the_network():
 def bag_policy() -> Policy:
     """A stand-in without attention, so that many splits compile quickly."""
 
-    def apply(parameters, tokens, positions, sequence_ids, cache=None, prefix_ids=None):
+    def apply(parameters, tokens, positions, sequence_ids, cache=None, last_readers=None):
         return jnp.tanh(parameters["embedding"][tokens] + parameters["place"] * positions[..., None]), cache
 
     def init(key):

@@ -31,13 +31,14 @@ class _Blocks:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array, prefix_ids: jax.Array | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_ids: jax.Array, last_readers: jax.Array | None = None
 ) -> jax.Array:
     """Token t reads tokens s <= t of its own sequence id. q [B,T,N,H]; k, v [B,T,K,H] -> [B,T,N,H].
 
-    With prefix_ids i32[B,T] it also reads the earlier tokens of sequence prefix_ids[t], unless that is 0. A pair of
-    blocks is left out where in no row of the batch a query reads a key: rows with many short sequences cost what the
-    sequences cost. Padding (id 0) is read by padding only; what it reads is unspecified and finite.
+    With last_readers i32[B,T] it reads every earlier token s with sequence_ids[s] <= sequence_ids[t] <=
+    last_readers[s], so sequences that follow may continue it. A pair of blocks is left out where in no row of the
+    batch a query reads a key: rows with many short sequences cost what the sequences cost. Padding (id 0 in both) is
+    read by padding only; what it reads is unspecified and finite.
     """
     rows, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -49,7 +50,7 @@ def attend(
         return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
 
     grouped = padded(q).reshape(rows, time + padding, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    ids = (padded(sequence_ids),) if prefix_ids is None else (padded(sequence_ids), padded(prefix_ids))
+    ids = padded(sequence_ids), padded(sequence_ids if last_readers is None else last_readers)
     out = _attend(blocks, grouped, padded(k).swapaxes(1, 2), padded(v).swapaxes(1, 2), ids)
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, time + padding, heads, head_dim)[:, :time]
 
@@ -57,20 +58,17 @@ def attend(
 def meeting_blocks(ids: Arrays, count: int, size: int) -> jax.Array:
     """bool[count, count]: whether in any row a query of the one block may read a key of the other.
 
-    `ids` are sequence ids i32[B, T] and, where there are any, prefix ids. Judged by the least and the greatest id that
-    occur in a block, so it errs towards True where ids do not ascend along the row.
+    `ids` are sequence ids and last readers, i32[B, T]. Judged by the least and the greatest id that occur in a block, so
+    it errs towards True where ids do not ascend along the row.
     """
 
     def bounds(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         cut = ids.reshape(ids.shape[0], count, size)
         return jnp.min(jnp.where(cut == 0, jnp.iinfo(jnp.int32).max, cut), axis=2), jnp.max(cut, axis=2)
 
-    least, greatest = bounds(ids[0])  # [B, count]; a block of padding alone meets none
-    meet = jnp.eye(count, dtype=bool)
-    for wanted in ids:
-        low, high = bounds(wanted)
-        meet |= jnp.any((least[:, None] <= high[..., None]) & (greatest[:, None] >= low[..., None]), axis=0)
-    return meet & jnp.tri(count, dtype=bool)
+    (least, greatest), (_, last) = map(bounds, ids)  # [B, count]; a block of padding alone meets none
+    meet = jnp.any((least[:, None] <= greatest[..., None]) & (last[:, None] >= least[..., None]), axis=0)
+    return (meet | jnp.eye(count, dtype=bool)) & jnp.tri(count, dtype=bool)
 
 
 def _order(ids: Arrays, blocks: _Blocks) -> Arrays:
@@ -85,7 +83,7 @@ def _attend(blocks: _Blocks, q: jax.Array, k: jax.Array, v: jax.Array, ids: Arra
 
 
 def _forward(blocks: _Blocks, q: jax.Array, k: jax.Array, v: jax.Array, ids: Arrays) -> tuple[jax.Array, Any]:
-    """q [B,K,G,T,H]; k, v [B,K,T,H]; ids one or two of i32[B,T] -> [B,K,G,T,H], and what the backward pass needs."""
+    """q [B,K,G,T,H]; k, v [B,K,T,H]; ids two of i32[B,T] -> [B,K,G,T,H], and what the backward pass needs."""
     counts, order = _order(ids, blocks)
 
     def queries(block: jax.Array, carry: Arrays) -> Arrays:
@@ -154,11 +152,9 @@ def _scores(
 ) -> jax.Array:
     """Masked scores f32[B,K,G,size,size] of a block of queries with another block's keys."""
     scores = _product("bkgth,bksh->bkgts", one, _cut(k, other, blocks, 2)) * (one.shape[-1] ** -0.5)
-    key_ids = _cut(ids[0], other, blocks, 1)[:, None, :]
-    own, *prefixes = (_cut(wanted, block, blocks, 1)[:, :, None] for wanted in ids)
-    mask = own == key_ids
-    for prefix in prefixes:
-        mask |= (prefix == key_ids) & (prefix != 0)
+    own = _cut(ids[0], block, blocks, 1)[:, :, None]
+    first, last = (_cut(bound, other, blocks, 1)[:, None, :] for bound in ids)
+    mask = (first <= own) & (own <= last)
     at = jnp.arange(blocks.size)
     mask &= block * blocks.size + at[:, None] >= other * blocks.size + at[None, :]
     return jnp.where(mask[:, None, None], scores, MASKED)

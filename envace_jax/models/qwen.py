@@ -282,7 +282,7 @@ class _Network:
         positions: jax.Array,
         sequence_ids: jax.Array,
         cache: KVCache | None = None,
-        prefix_ids: jax.Array | None = None,
+        last_readers: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         config, ends = self.config, self._ends(params)
         x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
@@ -295,7 +295,7 @@ class _Network:
             layer = nnx.merge(self.fused_definition if fused else self.layer_definition, inputs[0])
             query, key, value = layer.project(x, cos, sin)
             if cache is None:
-                attended, new = block_attention.attend(query, key, value, sequence_ids, prefix_ids), None
+                attended, new = block_attention.attend(query, key, value, sequence_ids, last_readers), None
             elif self.written_out:
                 attended, new = self._attend_layer(query, key, value, inputs[1], cache.lengths, valid)
             else:
