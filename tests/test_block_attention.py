@@ -101,10 +101,10 @@ def test_bfloat16_stays_close_and_keeps_its_dtype():
 
 def test_blocks_meet_where_a_sequence_or_its_beginning_reaches():
     ids, last = row_of([20, 20, 20, 20, 40], 128, readers=3)
-    cut, cut_last = (x[None] for x in (ids, last))
-    blocks = np.asarray(meeting_blocks((cut, cut), 8, 16))
+    cut, cut_last = (x.reshape(8, 1, 16) for x in (ids, last))
+    blocks = np.asarray(meeting_blocks((cut, cut)))
     np.testing.assert_array_equal(blocks, exact(ids, ids))
-    shared = np.asarray(meeting_blocks((cut, cut_last), 8, 16))
+    shared = np.asarray(meeting_blocks((cut, cut_last)))
     np.testing.assert_array_equal(shared, exact(ids, last))
     assert blocks.sum() < shared.sum() < 36
 
@@ -120,8 +120,8 @@ def test_many_short_sequences_meet_few_blocks():
     counts = []
     for time in (1024, 2048):
         ids, _ = row_of([64] * (time // 64), time)
-        cut = ids[None]
-        counts.append(int(meeting_blocks((cut, cut), time // 64, 64).sum()))
+        cut = ids.reshape(-1, 1, 64)
+        counts.append(int(meeting_blocks((cut, cut)).sum()))
     assert counts == [16, 32]
 
 

@@ -7,8 +7,6 @@ G = N / K query heads to a key/value head.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,14 +18,6 @@ from envace_jax.models.attention import MASKED
 BLOCK = 128  # tokens
 
 Arrays = tuple[jax.Array, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """Settled while tracing: `count` blocks of `size` tokens cover the row."""
-
-    count: int
-    size: int
 
 
 def attend(
@@ -43,134 +33,142 @@ def attend(
     rows, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     count = -(-time // BLOCK)
-    blocks = _Blocks(count, -(-time // count))
-    padding = blocks.count * blocks.size - time
+    size = -(-time // count)
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+    def blocks(x: jax.Array, *shape: int) -> jax.Array:
+        """[B, T, ..] -> [C, B, size, *shape]: blocks first, so that one of them is one run of memory."""
+        padded = jnp.pad(x, ((0, 0), (0, count * size - time), *[(0, 0)] * (x.ndim - 2)))
+        return padded.reshape(rows, count, size, *shape).swapaxes(0, 1)
 
-    grouped = padded(q).reshape(rows, time + padding, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    ids = padded(sequence_ids), padded(sequence_ids if last_readers is None else last_readers)
-    out = _attend(blocks, grouped, padded(k).swapaxes(1, 2), padded(v).swapaxes(1, 2), ids)
-    return out.transpose(0, 3, 1, 2, 4).reshape(rows, time + padding, heads, head_dim)[:, :time]
+    grouped = blocks(q, kv_heads, heads // kv_heads, head_dim).transpose(0, 1, 3, 4, 2, 5)
+    grouped = grouped.reshape(count, rows, kv_heads, -1, head_dim)
+    keys, values = (blocks(x, kv_heads, head_dim).swapaxes(2, 3) for x in (k, v))
+    ids = blocks(sequence_ids), blocks(sequence_ids if last_readers is None else last_readers)
+    out = _attend(grouped, keys, values, ids)
+    out = out.reshape(count, rows, kv_heads, heads // kv_heads, size, head_dim).transpose(1, 0, 4, 2, 3, 5)
+    return out.reshape(rows, count * size, heads, head_dim)[:, :time]
 
 
-def meeting_blocks(ids: Arrays, count: int, size: int) -> jax.Array:
-    """bool[count, count]: whether in any row a query of the one block may read a key of the other.
+def meeting_blocks(ids: Arrays) -> jax.Array:
+    """bool[C, C]: whether in any row a query of the one block may read a key of the other.
 
-    `ids` are sequence ids and last readers, i32[B, T]. Judged by the least and the greatest id that occur in a block, so
-    it errs towards True where ids do not ascend along the row.
+    `ids` are sequence ids and last readers, i32[C, B, size]. Judged by the least and the greatest id that occur in a
+    block, so it errs towards True where ids do not ascend along the row.
     """
-
-    def bounds(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cut = ids.reshape(ids.shape[0], count, size)
-        return jnp.min(jnp.where(cut == 0, jnp.iinfo(jnp.int32).max, cut), axis=2), jnp.max(cut, axis=2)
-
-    (least, greatest), (_, last) = map(bounds, ids)  # [B, count]; a block of padding alone meets none
-    meet = jnp.any((least[:, None] <= greatest[..., None]) & (last[:, None] >= least[..., None]), axis=0)
+    count = ids[0].shape[0]
+    least = jnp.min(jnp.where(ids[0] == 0, jnp.iinfo(jnp.int32).max, ids[0]), axis=2)  # [C, B]
+    greatest, last = (jnp.max(bound, axis=2) for bound in ids)  # 0 in a block of padding alone, which meets none
+    meet = jnp.any((least[None] <= greatest[:, None]) & (last[None] >= least[:, None]), axis=2)
     return (meet | jnp.eye(count, dtype=bool)) & jnp.tri(count, dtype=bool)
 
 
-def _order(ids: Arrays, blocks: _Blocks) -> Arrays:
-    """How many blocks of keys each block of queries meets, i32[count], and their numbers first, i32[count, count]."""
-    meet = meeting_blocks(ids, blocks.count, blocks.size)
+def _order(ids: Arrays) -> Arrays:
+    """How many blocks of keys each block of queries meets, i32[C], and their numbers first, i32[C, C]."""
+    meet = meeting_blocks(ids)
     return meet.sum(axis=1, dtype=jnp.int32), jnp.argsort(~meet, axis=1, stable=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: _Blocks, q: jax.Array, k: jax.Array, v: jax.Array, ids: Arrays) -> jax.Array:
-    return _forward(blocks, q, k, v, ids)[0]
+# Every product below has its left operand's last axis and its right operand's second to last summed over, as they lie
+# in memory: any other would first copy a block of scores in another order, which costs more than the product.
 
 
-def _forward(blocks: _Blocks, q: jax.Array, k: jax.Array, v: jax.Array, ids: Arrays) -> tuple[jax.Array, Any]:
-    """q [B,K,G,T,H]; k, v [B,K,T,H]; ids two of i32[B,T] -> [B,K,G,T,H], and what the backward pass needs."""
-    counts, order = _order(ids, blocks)
+@jax.custom_vjp
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: Arrays) -> jax.Array:
+    return _forward(q, k, v, ids)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Arrays) -> tuple[jax.Array, Any]:
+    """q [C,B,K,G*size,H]; k, v [C,B,K,size,H]; ids two of i32[C,B,size] -> like q, and what the backward pass needs."""
+    counts, order = _order(ids)
+    turned, size = k.swapaxes(-1, -2), k.shape[3]
 
     def queries(block: jax.Array, carry: Arrays) -> Arrays:
         out, log_weights = carry
-        one = _cut(q, block, blocks, 3)
+        one = _take(q, block)
 
         def keys(number: jax.Array, carry: Arrays) -> Arrays:
             other = order[block, number]
             top, total, mixed = carry
-            scores = _scores(one, k, ids, block, other, blocks)
+            scores = _product(one, _take(turned, other)) * (one.shape[-1] ** -0.5)
+            scores = _heads_apart(scores, 2, size)
+            mask = _mask(ids, block, other)[:, None, None]
+            scores = jnp.where(mask, scores, MASKED).reshape(*top.shape, size)
             higher = jnp.maximum(top, scores.max(axis=-1))
             scale, weights = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
-            values = _cut(v, other, blocks, 2)
-            product = jnp.einsum(
-                "bkgts,bksh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32
-            )
+            product = _product(weights.astype(v.dtype), _take(v, other))
             return higher, total * scale + weights.sum(axis=-1), mixed * scale[..., None] + product
 
         shape = one.shape[:-1]
         zeros = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(one.shape, jnp.float32)
         top, total, mixed = lax.fori_loop(0, counts[block], keys, zeros)
         here = (mixed / total[..., None]).astype(q.dtype)
-        return _paste(out, here, block, blocks, 3), _paste(log_weights, top + jnp.log(total), block, blocks, 3)
+        return _put(out, here, block), _put(log_weights, top + jnp.log(total), block)
 
-    out, log_weights = lax.fori_loop(
-        0, blocks.count, queries, (jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32))
-    )
+    out, log_weights = lax.fori_loop(0, q.shape[0], queries, (jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)))
     return out, (q, k, v, ids, counts, order, out, log_weights)
 
 
-def _backward(blocks: _Blocks, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _backward(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     q, k, v, ids, counts, order, out, log_weights = residuals
-    scale = q.shape[-1] ** -0.5
-    along = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B,K,G,T]
+    scale, size = q.shape[-1] ** -0.5, k.shape[3]
+    along = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [C,B,K,G*size]
+    turned_q, turned_k, turned_cotangent = (x.swapaxes(-1, -2) for x in (q, k, cotangent))
 
     def queries(block: jax.Array, carry: Arrays) -> Arrays:
         d_q, d_k, d_v = carry
-        one, d_one = _cut(q, block, blocks, 3), _cut(cotangent, block, blocks, 3)
-        weighed, along_here = _cut(log_weights, block, blocks, 3), _cut(along, block, blocks, 3)
+        one, d_one, turned, turned_d = (_take(x, block) for x in (q, cotangent, turned_q, turned_cotangent))
+        weighed, along_here = (_heads_apart(_take(x, block)[..., None, :], 3, size) for x in (log_weights, along))
+        flat = (*one.shape[:2], size, one.shape[2])
 
         def keys(number: jax.Array, carry: Arrays) -> Arrays:
             other = order[block, number]
             d_here, d_k, d_v = carry
-            weights = jnp.exp(_scores(one, k, ids, block, other, blocks) - weighed[..., None])
-            d_value = _product("bkgts,bkgth->bksh", weights.astype(v.dtype), d_one)
-            d_weights = _product("bkgth,bksh->bkgts", d_one, _cut(v, other, blocks, 2))
-            d_scores = (weights * (d_weights - along_here[..., None]) * scale).astype(q.dtype)
-            d_here += _product("bkgts,bksh->bkgth", d_scores, _cut(k, other, blocks, 2))
-            d_key = _product("bkgts,bkgth->bksh", d_scores, one)
-            return d_here, _add(d_k, d_key, other, blocks), _add(d_v, d_value, other, blocks)
+            # Keys first: [B,K,size,G,size], and [B,K,size,G*size] for the products.
+            scores = _heads_apart(_product(_take(k, other), turned) * scale, 3, size)
+            mask = _mask(ids, block, other, keys_first=True)[:, None, :, None]
+            weights = jnp.exp(jnp.where(mask, scores, MASKED) - weighed)
+            d_weights = _heads_apart(_product(_take(v, other), turned_d), 3, size)
+            d_scores = (weights * (d_weights - along_here) * scale).astype(q.dtype).reshape(flat)
+            d_here += _product(_take(turned_k, other), d_scores)
+            d_k = _put(d_k, _take(d_k, other) + _product(d_scores, one), other)
+            d_v = _put(d_v, _take(d_v, other) + _product(weights.astype(v.dtype).reshape(flat), d_one), other)
+            return d_here, d_k, d_v
 
-        zeros = jnp.zeros(one.shape, jnp.float32)
+        zeros = jnp.zeros(turned.shape, jnp.float32)
         d_here, d_k, d_v = lax.fori_loop(0, counts[block], keys, (zeros, d_k, d_v))
-        return _paste(d_q, d_here.astype(q.dtype), block, blocks, 3), d_k, d_v
+        return _put(d_q, d_here.astype(q.dtype), block), d_k, d_v
 
-    zeros = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    d_q, d_k, d_v = lax.fori_loop(0, blocks.count, queries, zeros)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    zeros = jnp.zeros_like(turned_q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    d_q, d_k, d_v = lax.fori_loop(0, q.shape[0], queries, zeros)
+    return d_q.swapaxes(-1, -2), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(
-    one: jax.Array, k: jax.Array, ids: Arrays, block: jax.Array, other: jax.Array, blocks: _Blocks
-) -> jax.Array:
-    """Masked scores f32[B,K,G,size,size] of a block of queries with another block's keys."""
-    scores = _product("bkgth,bksh->bkgts", one, _cut(k, other, blocks, 2)) * (one.shape[-1] ** -0.5)
-    own = _cut(ids[0], block, blocks, 1)[:, :, None]
-    first, last = (_cut(bound, other, blocks, 1)[:, None, :] for bound in ids)
-    mask = (first <= own) & (own <= last)
-    at = jnp.arange(blocks.size)
-    mask &= block * blocks.size + at[:, None] >= other * blocks.size + at[None, :]
-    return jnp.where(mask[:, None, None], scores, MASKED)
+def _mask(ids: Arrays, block: jax.Array, other: jax.Array, keys_first: bool = False) -> jax.Array:
+    """bool[B, size, size]: which queries of a block read which keys of another."""
+    query, key = (1, 2) if keys_first else (2, 1)  # the axis that each lacks
+    own = jnp.expand_dims(_take(ids[0], block), query)
+    first, last = (jnp.expand_dims(_take(bound, other), key) for bound in ids)
+    size = ids[0].shape[2]
+    at = jnp.arange(size)
+    earlier = block * size + jnp.expand_dims(at, query - 1) >= other * size + jnp.expand_dims(at, key - 1)
+    return (first <= own) & (own <= last) & earlier
 
 
-def _product(subscripts: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, one, other, preferred_element_type=jnp.float32)
+def _heads_apart(array: jax.Array, axis: int, size: int) -> jax.Array:
+    """[.., G*size, ..] -> [.., G, size, ..]: so that a loop over its elements need not divide to find their masks."""
+    return array.reshape(*array.shape[:axis], -1, size, *array.shape[axis + 1 :])
 
 
-def _cut(array: jax.Array, block: jax.Array, blocks: _Blocks, axis: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(array, block * blocks.size, blocks.size, axis)
+def _product(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.matmul(one, other, preferred_element_type=jnp.float32)
 
 
-def _paste(array: jax.Array, piece: jax.Array, block: jax.Array, blocks: _Blocks, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(array, piece, block * blocks.size, axis)
+def _take(array: jax.Array, block: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(array, block, keepdims=False)
 
 
-def _add(array: jax.Array, piece: jax.Array, block: jax.Array, blocks: _Blocks) -> jax.Array:
-    return _paste(array, _cut(array, block, blocks, 2) + piece, block, blocks, 2)
+def _put(array: jax.Array, piece: jax.Array, block: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(array, piece, block, 0)
