@@ -251,7 +251,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
     add("--tasks", type=int, default=32, help="of the multi-turn workload")
     add("--attempts", type=int, default=4, help="at each task")
     add("--cache-rows", type=int, default=0, help="streams that the multi-turn sampler may keep; 0: all")
-    add("--row-length", type=int, default=0, help="of a multi-turn training row; 0: the longest stream")
+    add("--row-length", type=int, default=0, help="of a multi-turn row of several streams; 0: chosen")
     add("--seed", type=int, default=0, help="of the multi-turn script")
     args = parser.parse_args(given)
     args.given = list(given)

@@ -32,6 +32,7 @@ from envace_jax.types import Params, Policy, Segment, TrainBatch, Trajectory
 
 MODES = ("ours", "lockstep-reused", "lockstep-fresh")
 LAYOUTS = {"ours": "shared", "lockstep-reused": "segment", "lockstep-fresh": "segment"}
+LONG_ROWS = 2.5
 MOST_SEGMENTS = 1 << 10  # of one trajectory; request ids are number * MOST_SEGMENTS + index
 Tick = Callable[[str], None]
 
@@ -41,22 +42,33 @@ Tick = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes of the sampler and of the train step, the same for every mode."""
+    """Sizes of the sampler, the same for every mode, and of the train step."""
 
     slots: int = 16
     decode_chunk: int = 8
     cache_rows: int = 0  # kept streams; 0: two for each trajectory, so that none is evicted
     prefill_lengths: tuple[int, ...] = (64, 256, 1024)
     prefill_rows: tuple[int, ...] = (1, 4)
-    row_length: int = 0  # of a training row; 0: the longest stream, rounded up to `rounding`
+    # Of a training row that holds several streams; 0: LONG_ROWS longest streams, rounded up to `rounding`. A row for
+    # one segment has the length of the longest stream.
+    row_length: int = 0
     rounding: int = 256
-    micro_batch_rows: int = 2
+    micro_batch_rows: int = 2  # of the latter; of the longer rows about as many tokens
     logprob_chunk: int = 2048
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """The shape of a layout's training rows, and the train step for them."""
+
+    length: int
+    micro_batch: int  # rows
+    step: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Setup:
-    """One sampler, one compiled train step and one script, which all modes use in turn."""
+    """One sampler, one script and a train step for each layout, which all modes use in turn."""
 
     config: QwenConfig
     script: tuple[Attempt, ...]
@@ -67,15 +79,14 @@ class Setup:
     ready: Params  # for decoding
     sampler: Sampler
     optimizer: Any
-    step: Callable[..., Any]
-    row_length: int
+    rows: dict[str, Rows]  # by layout
 
 
 def make_setup(config: QwenConfig, script: tuple[Attempt, ...], settings: Settings, seed: int) -> Setup:
     """Raises ValueError where the longest stream does not fit into a row of `settings.row_length`."""
     longest = max(sum(sizes) for attempt in script for sizes in segment_sizes(attempt))
     max_length = round_up(longest, settings.rounding)
-    row_length = settings.row_length or max_length
+    row_length = settings.row_length or round_up(int(LONG_ROWS * longest), settings.rounding)
     if row_length < longest:
         raise ValueError(f"row_length {row_length} is below the longest stream of the script, {longest} tokens")
     policy = make_policy(config)
@@ -91,9 +102,13 @@ def make_setup(config: QwenConfig, script: tuple[Attempt, ...], settings: Settin
         decode_chunk=settings.decode_chunk,
         cache_rows=settings.cache_rows or 2 * len(script),
     )
-    train = TrainStepConfig(micro_batch_rows=settings.micro_batch_rows, logprob_chunk=settings.logprob_chunk)
     optimizer = make_optimizer(1e-6)
-    step = make_train_step(policy, optimizer, train)
+    long = max(1, round(settings.micro_batch_rows * max_length / row_length))
+
+    def rows(length: int, micro_batch: int) -> Rows:
+        config = TrainStepConfig(micro_batch_rows=micro_batch, logprob_chunk=settings.logprob_chunk)
+        return Rows(length, micro_batch, make_train_step(policy, optimizer, config))
+
     params = policy.init(jax.random.key(seed))
     return Setup(
         config,
@@ -105,8 +120,7 @@ def make_setup(config: QwenConfig, script: tuple[Attempt, ...], settings: Settin
         policy.for_decoding(params),
         sampler,
         optimizer,
-        step,
-        row_length,
+        {"shared": rows(row_length, long), "segment": rows(max_length, settings.micro_batch_rows)},
     )
 
 
@@ -240,33 +254,34 @@ def train(setup: Setup, mode: str, trajectories: Sequence[Trajectory], *, warm_u
 
     With `warm_up` the batch trains nothing, so that the step is compiled at this shape and does no work.
     """
+    rows = setup.rows[LAYOUTS[mode]]
     state = init_train_state(jax.tree.map(jnp.copy, setup.params), setup.optimizer)
     values = advantages_of(trajectories, setup.seed)
     jax.block_until_ready(state)
-    compiled, start = _programs(setup.step), time.perf_counter()
+    compiled, start = _programs(rows.step), time.perf_counter()
     batch, stats = make_batch(
         trajectories,
         values,
         layout=LAYOUTS[mode],
-        row_length=setup.row_length,
-        rows_multiple=setup.settings.micro_batch_rows,
+        row_length=rows.length,
+        rows_multiple=rows.micro_batch,
     )
     made = time.perf_counter()
     mask: Any = np.zeros_like(batch.loss_mask) if warm_up else batch.loss_mask
     given = dataclasses.replace(batch, loss_mask=mask)
-    state, step_stats = setup.step(state, jax.device_put(given))
+    state, step_stats = rows.step(state, jax.device_put(given))
     jax.block_until_ready((state, step_stats))
     done = time.perf_counter()
     return Training(
         batch_seconds=made - start,
         step_seconds=done - made,
         rows=int(np.any(batch.sequence_ids, axis=1).sum()),
-        row_length=setup.row_length,
+        row_length=rows.length,
         sequences=_sequence_lengths(batch),
         trained_tokens=int(np.sum(batch.loss_mask)),
         batch_fill=stats["fill"],
         loss=float(step_stats["loss"]),
-        compiled=_programs(setup.step) - compiled,
+        compiled=_programs(rows.step) - compiled,
     )
 
 
