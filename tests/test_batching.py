@@ -297,6 +297,15 @@ def test_a_tree_is_cut_where_a_row_is_full_when_that_saves_a_row():
     assert stats["rows"] == 2 and stats["tokens"] == 32 + 24 + 16 + 32
 
 
+def test_whole_trees_are_packed_longest_first_when_that_saves_a_row():
+    """In order 10 + 10, 6 + 6 tokens would take three rows of 16. Seven common tokens are too few to share."""
+    prompts = [[1] * 9, [2] * 9, [3] * 5, [4] * 5]
+    attempts = [trajectory(segment(Role.ACT, prompt, [7])) for prompt in prompts]
+    assert make_batch(attempts, [np.ones(1)] * 4, layout="shared", row_length=16)[1]["rows"] == 2
+    alike = [trajectory(segment(Role.ACT, [1] * 7 + [end, end], [7])) for end in (2, 3)]
+    assert make_batch(alike, [np.ones(1)] * 2, layout="shared", row_length=32)[1]["shared_tokens"] == 0
+
+
 def test_rows_are_dealt_to_shards_in_turn_and_empty_ones_come_last():
     rows = np.arange(1, 9, dtype=np.int32)[:, None] * np.ones(3, np.int32)
     rows[6:] = 0  # two rows of padding
