@@ -54,6 +54,7 @@ class SamplerState:
     pool: Any  # (k, v) of P rows, full length
     working: Any  # (k, v) of B slots, of the length in use
     drawing: Drawing
+    by_position: Any  # the policy's, for all positions of the pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def fresh_state(
         filled=integers(),
     )
     pool, working = policy.init_cache(rows, max_length, dtype), policy.init_cache(slots, length, dtype)
-    return SamplerState((pool.k, pool.v), (working.k, working.v), drawing)
+    return SamplerState((pool.k, pool.v), (working.k, working.v), drawing, pool.by_position)
 
 
 def empty_call(rows: int, length: int) -> np.ndarray:
@@ -285,7 +286,7 @@ def prefill(
     k, v = jax.lax.cond(jnp.any(start > 0), kept, empty, state.pool)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     valid = (steps < new[:, None]).astype(jnp.int32)
-    hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start))
+    hidden, cache = policy.apply(params, tokens, start[:, None] + steps, valid, KVCache(k, v, start, state.by_position))
     assert cache is not None
     beginning = jnp.zeros_like(start)
     pool = jax.tree.map(lambda old, at, x: _keep(old, at, packed, x, shards), state.pool, axes, (cache.k, cache.v))
@@ -297,7 +298,7 @@ def prefill(
     drawn = _first_draw(policy.logits(params, last_hidden), packed, columns, vocab_limit)
     final = jnp.where(packed[:, FINAL] > 0, slots, NOWHERE)
     drawing = jax.tree.map(lambda old, x: _put_slots(old, final, x, shards), state.drawing, drawn)
-    return SamplerState(pool, working, drawing)
+    return SamplerState(pool, working, drawing, state.by_position)
 
 
 def _keep(pool: jax.Array, axes: Axes, packed: jax.Array, values: jax.Array, shards: int) -> jax.Array:
@@ -375,7 +376,7 @@ def decode(
     def one(carry: tuple[jax.Array, Any, Drawing]) -> tuple[jax.Array, Any, Drawing]:
         step, (k, v), now = carry
         valid = now.active[:, None].astype(jnp.int32)
-        cache = KVCache(k, v, now.length)
+        cache = KVCache(k, v, now.length, state.by_position)
         hidden, written = policy.apply(params, now.last[:, None], now.length[:, None], valid, cache)
         assert written is not None
         logits = policy.logits(params, hidden[:, 0])
@@ -403,7 +404,8 @@ def decode(
         ],
         axis=1,
     )
-    return SamplerState(pool, working, dataclasses.replace(now, filled=jnp.zeros_like(now.filled))), report
+    drawing = dataclasses.replace(now, filled=jnp.zeros_like(now.filled))
+    return SamplerState(pool, working, drawing, state.by_position), report
 
 
 def _next_draw(

@@ -395,4 +395,5 @@ def _state_shardings(mesh: Mesh, axes: Any, state: decoding.SamplerState) -> Any
         return NamedSharding(mesh, partition_spec(mesh, tuple(names), array.shape))
 
     pool, working = (jax.tree.map(cached, arrays, axes) for arrays in (state.pool, state.working))
-    return decoding.SamplerState(pool, working, jax.tree.map(lambda _: rows, state.drawing))
+    drawing = jax.tree.map(lambda _: rows, state.drawing)
+    return decoding.SamplerState(pool, working, drawing, jax.tree.map(lambda _: replicated(mesh), state.by_position))

@@ -132,6 +132,9 @@ class KVCache:
     k: Any
     v: Any
     lengths: jax.Array  # i32[B]
+    # What the policy looks up by position instead of computing it for every token; it covers as many as the cache or
+    # more. None: it computes.
+    by_position: Any = None
 
 
 @jax.tree_util.register_dataclass

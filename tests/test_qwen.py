@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from model_helpers import VOCAB, full_logits, greedy, loaded, reference_logits, reference_model
 
 from envace_jax.models import qwen
-from envace_jax.models.attention import rotary_angles, rotate
+from envace_jax.models.attention import looked_up_angles, rotary_angles, rotate
 from envace_jax.models.block_attention import attend
 from envace_jax.models.qwen import QwenConfig, logical_axes, make_policy, param_shapes, parameter_count
 from envace_jax.types import KVCache
@@ -84,6 +84,13 @@ def test_rotation_by_hand() -> None:
     np.testing.assert_allclose(out[0, 0, 0], [1, 0, 0, 1], atol=1e-6)  # position 0 turns nothing
     # pairs are (x0, x2) at angle 2 and (x1, x3) at angle 0.2
     np.testing.assert_allclose(out[0, 1, 0], [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)], atol=1e-6)
+
+
+def test_angles_that_a_cache_holds_are_those_of_the_positions() -> None:
+    table, positions = make_policy(SMALL).init_cache(1, 40).by_position, jnp.array([[0, 3, 39], [7, 7, 1]])
+    wanted = rotary_angles(positions, SMALL.head_dim, SMALL.rope_theta)
+    for found, computed in zip(looked_up_angles(table, positions), wanted, strict=True):
+        np.testing.assert_allclose(found, computed, atol=1e-6)
 
 
 def test_attention_by_hand() -> None:

@@ -28,6 +28,15 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def looked_up_angles(table: tuple[jax.Array, jax.Array], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`rotary_angles` of positions i32[B, T], out of those of 0, 1, 2, ...: two f32[S, head_dim / 2].
+
+    XLA on a CPU computes a cosine anew in all that reads it, for each head of each layer.
+    """
+    cos, sin = (jnp.take(angles, positions, axis=0, mode="clip")[:, :, None] for angles in table)
+    return cos, sin
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates [B, T, heads, head_dim] by pairs (i, i + head_dim / 2), in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -127,6 +136,7 @@ def write_stacked(cache: KVCache, k: jax.Array, v: jax.Array, valid: jax.Array) 
         k=cache.k.at[:, rows, places].set(k.astype(cache.k.dtype), mode="drop"),
         v=cache.v.at[:, rows, places].set(v.astype(cache.v.dtype), mode="drop"),
         lengths=cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype),
+        by_position=cache.by_position,
     )
 
 

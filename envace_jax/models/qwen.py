@@ -286,7 +286,10 @@ class _Network:
     ) -> tuple[jax.Array, KVCache | None]:
         config, ends = self.config, self._ends(params)
         x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
-        cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
+        if cache is not None and cache.by_position is not None:
+            cos, sin = attention.looked_up_angles(cache.by_position, positions)
+        else:
+            cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
         valid = sequence_ids != 0
 
         def body(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
@@ -322,7 +325,8 @@ class _Network:
             written.append(new)
         if cache is not None:
             keys, values = zip(*written, strict=True)
-            cache = KVCache(keys, values, cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype))
+            lengths = cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype)
+            cache = KVCache(keys, values, lengths, cache.by_position)
         return ends.norm(x), cache
 
     def _attend_layer(
@@ -362,12 +366,15 @@ class _Network:
 
         def make() -> KVCache:
             lengths = sharding.constrain(jnp.zeros((slots,), jnp.int32), self.mesh, "batch")
+            positions = jnp.arange(length, dtype=jnp.int32)[None]
+            angles = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
+            table = tuple(sharding.constrain(part[0, :, 0], self.mesh, None, None) for part in angles)
             if self.written_out:
                 keys = tuple(zeros("batch", "kv_heads", "head_dim", "length") for _ in range(config.layers))
                 values = tuple(zeros("batch", "kv_heads", "length", "head_dim") for _ in range(config.layers))
-                return KVCache(keys, values, lengths)
+                return KVCache(keys, values, lengths, table)
             stacked = ("layers", "batch", "length", "kv_heads", "head_dim")
-            return KVCache(zeros(*stacked), zeros(*stacked), lengths)
+            return KVCache(zeros(*stacked), zeros(*stacked), lengths, table)
 
         return jax.jit(make)()
 
