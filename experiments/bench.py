@@ -75,7 +75,12 @@ class Measured:
 
 
 def run_rounds(
-    cells: Sequence[Cell], setup: modes.Setup | None, reps: int, limit_sizes: dict[str, int], progress: Progress
+    cells: Sequence[Cell],
+    setup: modes.Setup | None,
+    chosen: Sequence[str],
+    reps: int,
+    limit_sizes: dict[str, int],
+    progress: Progress,
 ) -> Measured:
     """`reps` repetitions of everything in turn, after one that compiles."""
     result = Measured(Limits(0.0, 0.0), {cell.name: [] for cell in cells}, {}, {}, {})
@@ -91,9 +96,7 @@ def run_rounds(
                 result.compiled[cell.name] = cell.compiled()
             done += 1
             progress.step(done, f"{cell.name}{note}")
-        if setup is None:
-            continue
-        for mode in modes.MODES:
+        for mode in chosen if setup is not None else ():
             rollout = modes.play(setup, mode, progress.within)
             progress.within(f"{mode}: train step")
             training = modes.train(setup, mode, rollout.trajectories, warm_up=not repetition)
@@ -248,6 +251,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
     add("--micro-batch-rows", type=int, help="training rows whose activations are alive at once")
     add("--logprob-chunk", type=int, help="tokens whose logits are alive at once")
     add("--multiturn-size", default="small", help="as --size")
+    add("--modes", nargs="+", choices=modes.MODES, default=list(modes.MODES), help="of the multi-turn workload")
     add("--tasks", type=int, default=32, help="of the multi-turn workload")
     add("--attempts", type=int, default=4, help="at each task")
     add("--cache-rows", type=int, default=0, help="streams that the multi-turn sampler may keep; 0: all")
@@ -264,6 +268,9 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
 
 def settle(args: argparse.Namespace) -> None:
     """Turns what was typed into configurations and settings. Raises ValueError for what cannot work."""
+    needed = {"ours", "lockstep-fresh"} - set(args.modes)
+    if needed:
+        raise ValueError(f"--modes needs {' and '.join(sorted(needed))} too: its bars compare those two")
     numbers = {"reps": 1, "tasks": 1, "attempts": 1, "slots": 1, "decode_chunk": 1, "micro_batch_rows": 1}
     numbers |= {"logprob_chunk": 1, "cache_rows": 0, "row_length": 0, "seed": 0}
     for name, least in numbers.items():
@@ -301,8 +308,8 @@ def main(given: Sequence[str]) -> int:
     except ValueError as error:  # a script that does not fit the settings
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    turns = (args.reps + 1) * (len(cells) + (len(modes.MODES) if setup else 0))
-    measured = run_rounds(cells, setup, args.reps, args.limit_sizes, Progress(turns, stream=sys.stderr))
+    turns = (args.reps + 1) * (len(cells) + (len(args.modes) if setup else 0))
+    measured = run_rounds(cells, setup, args.modes, args.reps, args.limit_sizes, Progress(turns, stream=sys.stderr))
     result = report(args, cells, measured)
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -171,7 +171,7 @@ def test_rounds_leave_the_warm_up_out_and_take_turns():
 
     cells = [cell("a"), cell("b")]
     limits = {"gemm_size": 16, "copy_floats": 16, "tries": 1}
-    measured = bench.run_rounds(cells, None, 2, limits, Progress(6, stream=io.StringIO()))
+    measured = bench.run_rounds(cells, None, (), 2, limits, Progress(6, stream=io.StringIO()))
     assert calls == [(name, repetition) for repetition in range(3) for name in "ab"]
     row = bench.cell_row(cells[0], measured.seconds["a"], programs["a"] - measured.compiled["a"], Limits(1e9, 4e9))
     assert row["seconds"] == [1.0, 2.0] and row["median_s"] == 1.5 and row["ms_per_step"] == 300
@@ -199,6 +199,7 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
         (["--out", "nowhere/bench.json"], "--out: nowhere: no such folder"),
         (["--cells", "none"], "--cells none needs a --sweep"),
         (["--micro-batch-rows", "3"], "--micro-batch-rows must divide 8"),
+        (["--modes", "ours"], "--modes needs lockstep-fresh too"),
         (["--cells", "sing"], "argument --cells: invalid choice"),
     ],
 )
