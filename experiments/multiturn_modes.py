@@ -32,7 +32,7 @@ from envace_jax.types import Params, Policy, Segment, TrainBatch, Trajectory
 
 MODES = ("ours", "lockstep-reused", "lockstep-fresh")
 LAYOUTS = {"ours": "shared", "lockstep-reused": "segment", "lockstep-fresh": "segment"}
-LONG_ROWS = 2.5
+LONG_ROWS = 3
 MOST_SEGMENTS = 1 << 10  # of one trajectory; request ids are number * MOST_SEGMENTS + index
 Tick = Callable[[str], None]
 
