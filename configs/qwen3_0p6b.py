@@ -22,7 +22,7 @@ def get_config() -> config_dict.ConfigDict:
 
     config.mesh.fsdp = 1  # ours; set it to your number of devices
 
-    config.data.source = ""  # yours: a JSONL file in the authors' record format
+    config.data.source = ""  # yours: JSON lines or Parquet in the authors' record format
     config.data.tasks_per_step = 16  # authors
     config.data.attempts = 4  # authors
 

@@ -53,7 +53,9 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: str = ""  # "tiny" for the generated world, or the path of a JSONL file of tasks
+    source: str = ""  # "tiny" for the generated world, or tasks: a file, folder, pattern or hub id (data.py)
+    checklist: int = 0  # which of a record's checklists scores it
+    bad_records: Literal["stop", "skip"] = "stop"  # a few may be left out, with their reasons
     split: Literal["train", "heldout"] = "train"  # of the tiny world
     count: int = 0  # tasks to use; 0 takes every task of a file (the tiny world needs a number)
     seed: int = 0  # of the generated tasks and of the order in which tasks are drawn

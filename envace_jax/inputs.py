@@ -13,7 +13,7 @@ from typing import Any
 from envace_jax import config as configuration
 from envace_jax import config_checks, envs, fingerprint
 from envace_jax.config import ConfigError, RunConfig
-from envace_jax.data import read_tasks
+from envace_jax.data import read_corpus
 from envace_jax.envs import tiny
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
@@ -46,13 +46,21 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
 def _tasks(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[Task, ...]]:
     data, wanted = config.data, config.evaluation
     if data.source != "tiny":
-        tasks = tuple(read_tasks(configuration.local_path(data.source)))
+        tasks = read_file_tasks(data)
         return (tasks[: data.count] if data.count else tasks), (), ()
     return (
         tuple(tiny.tasks(data.split, data.count, data.seed)),
         tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
         tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
     )
+
+
+def read_file_tasks(data: configuration.DataConfig) -> tuple[Task, ...]:
+    """The tasks of `data.source`; says what is left out. Raises as `read_corpus` does."""
+    corpus = read_corpus(configuration.local_path(data.source), data.checklist, data.bad_records)
+    for reason, count in corpus.reasons():
+        print(f"data.source: left out {count} of {len(corpus.tasks) + len(corpus.bad)} records: {reason}", flush=True)
+    return corpus.tasks
 
 
 def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> None:

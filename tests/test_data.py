@@ -8,52 +8,12 @@ import json
 import re
 
 import pytest
+from data_helpers import TOOL, authors_record
 
-from envace_jax.data import TaskStream, read_tasks, record_from_task, task_from_record, write_tasks
+from envace_jax.data import TaskStream, read_tasks, write_tasks
 from envace_jax.envs import tiny
+from envace_jax.records import record_from_task, task_from_record
 from envace_jax.types import CheckItem, Task, ToolCall
-
-TOOL = {"type": "function", "function": {"name": "balance", "parameters": {"type": "object"}}}
-
-
-def authors_record():
-    """A row as the authors' data has it: no program checks, no environment, calls as JSON text."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "balance", "arguments": '{"name": "bob"}'}}
-    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "bob ?"}
-    items = [
-        {
-            "question": "Was the balance looked up?",
-            "weight": 0.75,
-            "focus_on": "assistant.tool_calls",
-            "pass_condition": "balance is called for bob",
-            "failure_examples": ["balance of ann"],
-            "evidence": [{"snippet": "balance(bob)"}],
-            "required_for_next_turn": True,
-            "dependence": [],
-        },
-        {"question": "Is 120 said?", "weight": 0.25, "dependence": [0]},
-    ]
-    last = [{"question": "Is it polite?", "weight": 1}]
-    record = {
-        "data_source": "cm2",
-        "messages": [system, user],
-        "extra_info": {
-            "index": 12,
-            "original_index": 3,
-            "tools": json.dumps([TOOL]),
-            "messages": [
-                system,
-                user,
-                {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call_1", "content": '{"balance": 120}'},
-                {"role": "assistant", "content": "bob has 120."},
-                {"role": "user", "content": "thanks"},
-                {"role": "assistant", "content": "welcome"},
-            ],
-            "interaction_kwargs": {"checklist_list": [[items, last], [last, last]]},
-        },
-    }
-    return json.loads(json.dumps(record))  # no two places share an object
 
 
 def test_an_authors_record_becomes_a_task():
@@ -233,7 +193,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_a_bad_file_is_named_with_its_line(tmp_path):
     path = tmp_path / "t.jsonl"
-    with pytest.raises(FileNotFoundError, match="there is no task file .*t.jsonl; expected JSON lines"):
+    with pytest.raises(FileNotFoundError, match="there is no task file .*t.jsonl; expected a file, folder or pattern"):
         read_tasks(path)
     row = json.dumps(authors_record())
     for text, reason in [
