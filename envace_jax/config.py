@@ -104,6 +104,22 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    kind: Literal["checklist", "judge"] = "checklist"  # program checks alone; or a judge for the items without one
+    urls: tuple[str, ...] = ()  # of the judge: OpenAI-compatible base addresses, such as http://host:8000/v1
+    model: str = ""  # its name there
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
+    concurrency: int = 32  # questions under way at once
+    timeout_s: float = 120.0
+    retries: int = 6  # tries after the first, with growing waits; then the trajectory is masked
+    temperature: float = 0.6
+    top_p: float = 0.8
+    max_tokens: int = 4096  # of a judge's answer
+    keep_verdicts: bool = True  # in WORKDIR/verdicts.jsonl: what was asked once is not asked again
+    most_masked: float = 0.5  # share of a step's trajectories; more of them masked end the run, with the reason
+
+
+@dataclasses.dataclass(frozen=True)
 class GrpoConfig:
     baseline: Literal["segment_mean", "trajectory_mean", "leave_one_out"] = "segment_mean"
     scale: Literal["none", "std"] = "none"
@@ -178,6 +194,7 @@ class RunConfig:
     limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
@@ -188,6 +205,9 @@ class RunConfig:
     # does not fit into memory ends the run at once. Results are the same.
     warm_up: bool = True
     compilation_cache: str = ""  # folder of compiled programs; "" is ~/.cache/envace_jax/xla, "off" keeps none
+
+
+REACHING_A_JUDGE = ("urls", "key_variable", "concurrency", "timeout_s", "retries", "keep_verdicts", "most_masked")
 
 
 def default_config_dict() -> config_dict.ConfigDict:
@@ -234,11 +254,12 @@ def unsettable(key: str) -> str | None:
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 
-    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, and the number of steps unless the
-    learning rate's schedule is stretched over them.
+    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge is reached, and the
+    number of steps unless the learning rate's schedule is stretched over them.
     """
     before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
-    free = {"compilation_cache", "warm_up"} | ({"steps"} if current.optimizer.schedule == "constant" else set())
+    free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in REACHING_A_JUDGE}
+    free |= {"steps"} if current.optimizer.schedule == "constant" else set()
     lines = []
     for key in sorted(before.keys() | now.keys()):
         if key in free or key.split(".")[0] in ("logging", "evaluation", "checkpoint"):

@@ -18,18 +18,25 @@ AT_LEAST = {
         "prompts.max_rehearse_prompt limits.assistant_turns limits.user_turns limits.parallel_calls limits.generations "
         "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
         "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
-        "evaluation.samples checkpoint.every checkpoint.keep"
+        "evaluation.samples checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
     ),
     0: (
-        "seed data.seed data.count sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
+        "seed data.seed data.count data.checklist reward.retries reward.temperature "
+        "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay "
         "evaluation.every evaluation.heldout_tasks evaluation.unseen_tasks evaluation.fidelity_calls "
         "logging.trajectories_per_step"
     ),
 }
-POSITIVE = ("optimizer.eps", "optimizer.clip_norm")
-SHARES = ("sampler.top_p", "evaluation.top_p", "sampler.refill_share")  # in (0, 1]
+POSITIVE = ("optimizer.eps", "optimizer.clip_norm", "reward.timeout_s")
+SHARES = (
+    "sampler.top_p",
+    "evaluation.top_p",
+    "sampler.refill_share",
+    "reward.top_p",
+    "reward.most_masked",
+)  # in (0, 1]
 BUCKETS = ("sampler.prefill_lengths", "sampler.prefill_rows", "sampler.cache_lengths")
 
 
@@ -37,6 +44,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Yields one line per problem, saying which setting, what it is, and what would be accepted."""
     yield from _single_values(config)
     yield from _sources(config)
+    yield from _reward(config)
     yield from _lengths(config)
     yield from _learning(config)
     yield from _rows(config)
@@ -88,6 +96,15 @@ def _sources(config: RunConfig) -> Iterator[str]:
         for key in ("heldout_tasks", "unseen_tasks", "fidelity_calls"):
             if getattr(config.evaluation, key):
                 yield f"evaluation.{key}: needs executable tasks, which only data.source=tiny has; set it to 0"
+
+
+def _reward(config: RunConfig) -> Iterator[str]:
+    reward = config.reward
+    if reward.kind == "judge":
+        if not reward.urls or not all(url.startswith(("http://", "https://")) for url in reward.urls):
+            yield f"reward.urls: {list(reward.urls)}; a judge needs addresses such as http://host:8000/v1"
+        if not reward.model:
+            yield "reward.model: empty; name the model that the judge's address serves"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

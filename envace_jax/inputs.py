@@ -74,7 +74,7 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
     if lost == len(tasks):
         raise ConfigError(
             f"data.source: every task of {config.data.source} has checklist items without a program check, which need "
-            "a judge; the checklist reward has none, so none could be scored (a reward of your own may)"
+            "a judge: give one (--config.reward.kind=judge, reward.urls, reward.model); none could be scored without"
         )
     if lost:
         print(

@@ -7,6 +7,7 @@ bit. It knows every other module; no module knows it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from envace_jax.inputs import Inputs, read_inputs
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, qwen
 from envace_jax.responders import Real, Rehearsed
-from envace_jax.rewards import Reward
+from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import rollout
@@ -81,10 +82,12 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
     Every refusal comes before the first file is written, and nearly all before the model is loaded.
     """
     began = time.time()
-    reward = ChecklistReward() if reward is None else reward
     workfolder.check(workdir, config)
-    inputs = read_inputs(config, reward)
-    with Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep) as checkpoints:
+    with contextlib.ExitStack() as opened:
+        if reward is None:
+            reward = opened.enter_context(choose.chosen(config.reward, workdir))
+        inputs = read_inputs(config, reward)
+        checkpoints = opened.enter_context(Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep))
         kept = {"config": configuration.to_json(config), "fingerprints": inputs.fingerprints()}
         known = checkpoints.latest_extra()
         if known is not None:
@@ -165,6 +168,7 @@ def iterate(
         temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
         group_offset=step * len(tasks), progress=writer.progress if writer else None,
     )  # fmt: skip
+    choose.check_masked(trajectories, config.reward.most_masked)
     setup.sampler.reset()  # the caches make room for the train step
     del params
     sampled = time.time()
@@ -176,6 +180,7 @@ def iterate(
     state, stats = _update(setup, state, batch, batch_stats)
     metrics = {name: float(value) for name, value in jax.device_get(stats).items()}
     metrics |= advantage_stats | {f"batch_{name}": value for name, value in batch_stats.items()}
+    metrics |= {f"judge_{name}": float(count) for name, count in dict(getattr(setup.reward, "counts", {})).items()}
     metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}
     return state, metrics, trajectories
 

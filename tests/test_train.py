@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from train_helpers import ROOT, SETTINGS, judged, model_bytes, tiny_config
 
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, inputs, train
@@ -25,42 +26,15 @@ from envace_jax.metrics import read_json_lines
 from envace_jax.responders import Real
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.sharding import make_mesh
-from envace_jax.types import Role, Task, ToolCall, Trajectory
+from envace_jax.types import Role, ToolCall, Trajectory
 
-ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {
-    "data.count": 40, "data.tasks_per_step": 2, "data.attempts": 4, "sampler.slots": 8, "sampler.prefill_rows": (8,),
-    "sampler.prefill_lengths": (64, 256), "sampler.cache_lengths": (512,), "batch.rows_multiple": 4,
-    "batch.micro_batch_rows": 4, "batch.row_buckets": (24,), "evaluation.heldout_tasks": 4, "evaluation.samples": 1,
-    "evaluation.unseen_tasks": 2, "evaluation.fidelity_calls": 4, "checkpoint.every": 1, "logging.tensorboard": False,
-    "steps": 3, "optimizer.schedule": "constant",
-}  # fmt: skip
 # Of the process, not of the run.
 TIMES = ("seconds", "train_seconds", "tokens_per_second", "time", "compiled")
-
-
-def tiny_config(**changes) -> RunConfig:
-    """configs/tiny.py, smaller still."""
-    import runpy
-
-    values = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
-    values.update_from_flattened_dict({**SETTINGS, **changes})
-    return configuration.from_config_dict(values)
 
 
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()
-
-
-def model_bytes(workdir: Path) -> bytes:
-    return (workdir / "model" / "model.safetensors").read_bytes()
-
-
-def judged(task: Task) -> Task:
-    """The task without its program checks: only a judge could score it."""
-    items = [tuple(dataclasses.replace(item, check=None) for item in turn) for turn in task.checklist]
-    return dataclasses.replace(task, checklist=tuple(items))
 
 
 def untimed(workdir: Path) -> list[dict]:
@@ -213,7 +187,7 @@ def test_a_reward_of_ones_own_may_score_what_program_checks_cannot(tmp_path):
 
     assert len(inputs.read_inputs(config, Judge()).tasks) == 4
     for reward in (ChecklistReward(), Choosy()):
-        with pytest.raises(configuration.ConfigError, match="none could be scored"):
+        with pytest.raises(configuration.ConfigError, match="none could be scored without"):
             inputs.read_inputs(config, reward)
 
 

@@ -39,16 +39,21 @@ class ChecklistReward:
         items = task.checklist[turn]
         steps, reply = read_turn(turn_messages)
         try:
-            passed = [_passes(item, steps, reply) for item in items]
+            passed = [passes(item, steps, reply) for item in items]
         except RewardUnavailable as fault:
             future.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: {fault}"))
             return future
-        verdicts = _with_dependence(items, passed)
-        held = sum(item.weight for item, verdict in zip(items, verdicts, strict=True) if verdict)
-        reward = 1.0 if all(verdicts) else min(1.0, held)
-        proceed = all(verdict for item, verdict in zip(items, verdicts, strict=True) if item.required_for_next_turn)
-        future.set_result(TurnScore(reward=reward, verdicts=verdicts, proceed=proceed))
+        future.set_result(turn_score(items, passed))
         return future
+
+
+def turn_score(items: Sequence[CheckItem], passed: Sequence[bool]) -> TurnScore:
+    """The score of a turn whose items hold, each by itself, as `passed` says."""
+    verdicts = _with_dependence(items, passed)
+    held = sum(item.weight for item, verdict in zip(items, verdicts, strict=True) if verdict)
+    reward = 1.0 if all(verdicts) else min(1.0, held)
+    proceed = all(verdict for item, verdict in zip(items, verdicts, strict=True) if item.required_for_next_turn)
+    return TurnScore(reward=reward, verdicts=verdicts, proceed=proceed)
 
 
 def read_turn(turn_messages: MessageList) -> tuple[list[Step], str]:
@@ -84,7 +89,8 @@ def says(reply: str, words: Sequence[str]) -> bool:
     return all(_stands_in(word, reply) for word in words)
 
 
-def _passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
+def passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
+    """Whether an item's program check holds. Raises RewardUnavailable where it has none or one of an unknown kind."""
     check = item.check
     if check is None:
         raise RewardUnavailable(f"the item {item.question!r} has no program check and needs a judge")
@@ -95,7 +101,7 @@ def _passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
         return says(reply, check["words"])
     if kind not in ("call", "result"):
         raise RewardUnavailable(f"the item {item.question!r} has a check of the unknown kind {kind!r}")
-    sound = (step for step in steps if not any(_is_error(result) for _, _, result in step))
+    sound = (step for step in steps if not any(is_error(result) for _, _, result in step))
     return any(_call_passes(check, *entry) for step in sound for entry in step)
 
 
@@ -118,7 +124,8 @@ def _with_dependence(items: Sequence[CheckItem], passed: Sequence[bool]) -> tupl
     return tuple(verdicts)
 
 
-def _is_error(result: Json) -> bool:
+def is_error(result: Json) -> bool:
+    """Whether a result of `read_turn` is missing, unreadable or a structured error."""
     return result is _MISSING or (isinstance(result, dict) and "error_tool_call" in result)
 
 

@@ -1,0 +1,245 @@
+"""The judged checklist reward: items without a program check are put to a language model, one question a turn.
+
+After the authors' checklist scoring: the judge gives one verdict for each step (assistant message) and item, and an
+item holds if any step passes it. Items about calls or results fail, whatever it says, in a step whose tool result is an
+error. A judge's fault masks the trajectory; it is never a verdict. Knows no policy and no tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TextIO
+
+from envace_jax import json_values
+from envace_jax.rewards import RewardUnavailable
+from envace_jax.rewards.checklist import Step, is_error, passes, read_turn, turn_score
+from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
+
+ABOUT_TOOLS = ("assistant.tool_calls", "tool.content")  # what an item about calls or results focuses on
+Verdicts = tuple[tuple[bool, ...], ...]  # [step][item]
+# Asks a model: (messages, read, **options) -> `read` of the answer's text, as `endpoint.Endpoint.ask` does.
+Ask = Callable[..., Future[Verdicts]]
+
+INSTRUCTIONS = """You judge one turn of a conversation between a user and an assistant that calls tools.
+The turn is given as numbered steps: each is one message of the assistant, with the results of its tool calls.
+For every step and every item say whether this step meets the item's pass condition: true or false.
+Judge by what is written alone. An item holds for a step only if everything in its pass condition is met there.
+Answer with JSON alone: {"verdicts": [[...], ...]}, a list for each step in order, in it a boolean for each item."""
+
+
+class JudgedReward:
+    """Scores turns by program checks where items have them and by a judge where they have not.
+
+    With `cache` a file of JSON lines keeps verdicts by what was asked, for this run and later ones; `name` stands for
+    the judge there. A turn that needs no judge is scored at once. `counts` are the judge's, for the run's metrics.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        name: str,
+        cache: Path | None = None,
+        options: Mapping[str, Json] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        self.counts = {} if counts is None else counts
+        self._ask, self._name, self._options = ask, name, dict(options or {})
+        self._cache = None if cache is None else VerdictCache(cache)
+
+    def close(self) -> None:
+        """Closes the file of verdicts."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
+        items, score = task.checklist[turn], Future[TurnScore]()
+        steps, reply = read_turn(turn_messages)
+        shown = read_steps(turn_messages)
+        asked = [item for item in items if item.check is None]
+        try:
+            known = {id(item): passes(item, steps, reply) for item in items if item.check is not None}
+        except RewardUnavailable as fault:
+            score.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: {fault}"))
+            return score
+
+        def settle(verdicts: Verdicts) -> None:
+            found = known | {id(item): held for item, held in zip(asked, any_step(asked, shown, verdicts), strict=True)}
+            score.set_result(turn_score(items, [found[id(item)] for item in items]))
+
+        if not asked or not shown:
+            settle(())
+            return score
+        self._put(question(turn_messages, shown, asked), len(shown), len(asked), score, settle, task, turn)
+        return score
+
+    def _put(
+        self,
+        messages: list[Message],
+        steps: int,
+        items: int,
+        score: Future[TurnScore],
+        settle: Callable[[Verdicts], None],
+        task: Task,
+        turn: int,
+    ) -> None:
+        key = hashlib.sha256(json.dumps([self._name, self._options, messages], sort_keys=True).encode()).hexdigest()
+        kept = None if self._cache is None else self._cache.get(key, steps, items)
+        if kept is not None:
+            settle(kept)
+            return
+
+        def done(future: Future[Verdicts]) -> None:
+            try:
+                verdicts = future.result()
+                if self._cache is not None:
+                    self._cache.put(key, verdicts)
+                settle(verdicts)
+            except BaseException as fault:
+                score.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: judge: {fault}"))
+
+        asking = self._ask(
+            messages,
+            lambda text: read_verdicts(text, steps, items),
+            schema=verdict_schema(steps, items),
+            **self._options,
+        )
+        asking.add_done_callback(done)
+
+
+# --- what is asked ---
+
+
+def read_steps(turn_messages: MessageList) -> list[tuple[Message, list[Message], bool]]:
+    """(assistant message, its results, whether one of them is an error) for every assistant message of a turn."""
+    steps: list[tuple[Message, list[Message], bool]] = []
+    for message in turn_messages:
+        if message["role"] == "assistant":
+            steps.append((message, [], False))
+        elif message["role"] == "tool" and steps:
+            last, results, _ = steps[-1]
+            parsed: list[Step] = read_turn([last, *results, message])[0]
+            answered = parsed[0][: len(results) + 1] if parsed else []
+            failed = any(is_error(result) for _, _, result in answered)
+            steps[-1] = (last, [*results, message], failed)
+    return steps
+
+
+def any_step(
+    items: Sequence[CheckItem], steps: Sequence[tuple[Message, list[Message], bool]], verdicts: Verdicts
+) -> list[bool]:
+    """Whether each item holds in any step. A step with an error passes no item about calls or results."""
+    return [
+        any(
+            row[place] and not (failed and item.focus_on in ABOUT_TOOLS)
+            for row, (_, _, failed) in zip(verdicts, steps, strict=True)
+        )
+        if verdicts
+        else False
+        for place, item in enumerate(items)
+    ]
+
+
+def question(
+    turn_messages: MessageList, steps: Sequence[tuple[Message, list[Message], bool]], items: Sequence[CheckItem]
+) -> list[Message]:
+    """The messages that put a turn's items to a judge."""
+    users = [str(message.get("content", "")) for message in turn_messages if message["role"] == "user"]
+    parts = ["# The user's message", *users]
+    for number, (message, results, _) in enumerate(steps, start=1):
+        parts.append(f"# Step {number}")
+        parts.append(json.dumps({name: message[name] for name in message if name != "role"}, ensure_ascii=False))
+        parts += [f"Result of {result.get('name', 'the call')}: {result['content']}" for result in results]
+    parts.append(f"# Items ({len(items)})")
+    parts += [f"Item {number}\n{_described(item)}" for number, item in enumerate(items, start=1)]
+    parts.append(f"Give {len(steps)} lists of {len(items)} booleans.")
+    return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": "\n\n".join(parts)}]
+
+
+def _described(item: CheckItem) -> str:
+    fields = {"Question": item.question, "Looks at": item.focus_on, "Passes if": item.pass_condition}
+    fields |= {"Fails for example if": "; ".join(item.failure_examples), "Evidence": "; ".join(item.evidence)}
+    return "\n".join(f"{name}: {text}" for name, text in fields.items() if text)
+
+
+# --- what is answered ---
+
+
+def verdict_schema(steps: int, items: int) -> dict[str, Json]:
+    """JSON schema of an answer."""
+
+    def exactly(count: int, entry: Json) -> dict[str, Json]:
+        return {"type": "array", "items": entry, "minItems": count, "maxItems": count}
+
+    return {
+        "type": "object",
+        "properties": {"verdicts": exactly(steps, exactly(items, {"type": "boolean"}))},
+        "required": ["verdicts"],
+        "additionalProperties": False,
+    }
+
+
+def read_verdicts(text: str, steps: int, items: int) -> Verdicts:
+    """The verdicts of an answer. Raises ValueError for anything but `steps` lists of `items` booleans: what is not said
+    is not taken for false."""
+    value = json_values.parse(text.rpartition("</think>")[2].strip())
+    rows = value.get("verdicts") if isinstance(value, dict) else None
+    if not isinstance(rows, list) or len(rows) != steps:
+        raise ValueError(f"no list 'verdicts' with an entry for each of {steps} steps")
+    for row in rows:
+        if not isinstance(row, list) or len(row) != items or not all(isinstance(entry, bool) for entry in row):
+            raise ValueError(f"a step's verdicts are not {items} booleans: {json.dumps(row)[:80]}")
+    return tuple(map(tuple, rows))
+
+
+class VerdictCache:
+    """Verdicts by the hash of what was asked, in a file of JSON lines that is only ever added to.
+
+    A line that a killed run left half-written is passed over, and so is one that does not fit what is asked.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._lock = path, threading.Lock()
+        self._kept: dict[str, Json] = {}
+        self._file: TextIO | None = None  # opened when there is something to keep
+        self._torn = False
+        if path.exists():
+            data = path.read_bytes()
+            self._torn = bool(data) and not data.endswith(b"\n")
+            for line in data.splitlines():
+                try:
+                    key, rows = json.loads(line)
+                    self._kept[key] = rows
+                except (ValueError, TypeError):
+                    continue
+
+    def get(self, key: str, steps: int, items: int) -> Verdicts | None:
+        with self._lock:
+            rows = self._kept.get(key)
+        try:
+            return None if rows is None else read_verdicts(json.dumps({"verdicts": rows}), steps, items)
+        except ValueError:
+            return None
+
+    def put(self, key: str, verdicts: Verdicts) -> None:
+        with self._lock:
+            if key in self._kept:  # two turns that asked the same at once
+                return
+            self._kept[key] = [list(row) for row in verdicts]
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+                self._file.write("\n" if self._torn else "")
+            self._file.write(json.dumps([key, self._kept[key]]) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

@@ -1,0 +1,101 @@
+"""A training run whose turns a judge scores, with faults: nothing is scored 0 for them, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from concurrent.futures import Future
+
+import pytest
+from endpoint_server import FaultyServer
+from train_helpers import judged, model_bytes, tiny_config
+
+from envace_jax import config as configuration
+from envace_jax import train
+from envace_jax.data import write_tasks
+from envace_jax.envs import tiny
+from envace_jax.rewards import choose
+from envace_jax.rewards.judge import JudgedReward
+from envace_jax.sharding import make_mesh
+from envace_jax.types import Trajectory
+
+TRANSIENT = ("status 500", "truncated", "types", "reset")
+
+
+def drawn(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def lost(question: str) -> bool:
+    """Whether the judge can never be had for a question."""
+    return drawn(question) % 5 == 0
+
+
+def verdicts(question: str) -> str:
+    steps, items = map(int, re.search(r"Give (\d+) lists of (\d+)", question).groups())
+    return json.dumps({"verdicts": [[drawn(f"{question}{i}") % 3 > 0 for i in range(items)]] * steps})
+
+
+def asked(body) -> str:
+    return body["messages"][1]["content"]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh()
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_tasks(tmp_path / "judged.jsonl", [judged(task) for task in tiny.tasks("train", 4, 0)])
+    none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
+    return lambda **changes: tiny_config(
+        **none, **{"data.source": str(tmp_path / "judged.jsonl"), "data.count": 0, "reward.most_masked": 0.9}, **changes
+    )
+
+
+def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mesh, tmp_path):
+    def fault(number, body):
+        return "status 503" if lost(asked(body)) else TRANSIENT[number // 3 % 4] if number % 3 == 0 else None
+
+    server = FaultyServer(lambda body: verdicts(asked(body)), fault)
+    with server.running() as url:
+        settings = {"reward.kind": "judge", "reward.urls": (url,), "reward.model": "judge", "reward.retries": 4}
+        train.run(config(**settings, **{"reward.timeout_s": 5.0}), mesh, tmp_path / "faulty")
+
+    def ask(messages, read, **options):
+        future, question = Future(), messages[1]["content"]
+        if lost(question):
+            future.set_exception(RuntimeError("lost"))
+        else:
+            future.set_result(read(verdicts(question)))
+        return future
+
+    train.run(config(), mesh, tmp_path / "masked", reward=JudgedReward(ask, name="j"))
+    assert model_bytes(tmp_path / "faulty") == model_bytes(tmp_path / "masked")
+    lines = [json.loads(line) for line in (tmp_path / "faulty" / "metrics.jsonl").read_text().splitlines()]
+    counts = [line for line in lines if "judge_tries" in line][-1]
+    assert sum(line.get("masked", 0) for line in lines) == counts["judge_given up"] > 0
+    assert counts["judge_fault: status 503"] == server.injected["status 503"]
+    assert counts["judge_fault: connection"] == server.injected["reset"]
+    assert counts["judge_tries"] == len(server.bodies)
+    # What was judged is on disk: the same run again asks for what was lost alone.
+    kept = (tmp_path / "faulty" / choose.VERDICTS_FILE).read_text().splitlines()
+    assert len(kept) == len({json.loads(line)[0] for line in kept}) > 0
+
+
+def test_too_many_masked_trajectories_end_the_run_with_the_reason(config, mesh, tmp_path):
+    with FaultyServer(str, lambda *_: "status 401").running() as url:
+        settings = {"reward.kind": "judge", "reward.urls": (url,), "reward.model": "judge", "reward.most_masked": 0.5}
+        with pytest.raises(configuration.UserError, match=r"are masked, more than reward.most_masked=0.5 .*status 401"):
+            train.run(config(**settings), mesh, tmp_path / "run")
+
+
+def test_the_share_of_masked_trajectories_is_counted_exactly():
+    ok = Trajectory("t", 0, 0, (), 1.0, "ok", "done")
+    failed = Trajectory("t", 0, 0, (), float("nan"), "failed", "fault: X: y")
+    choose.check_masked([ok, failed], 0.5)
+    choose.check_masked([failed, failed], 1.0)
+    with pytest.raises(configuration.UserError, match=r"2 of 3 .* \(2 x\): fault: X: y"):
+        choose.check_masked([ok, failed, failed], 0.5)
