@@ -2,7 +2,7 @@
 
 Command:  python -m envace_jax.main --config=configs/tiny.py
 Source:   ours; the world, its tasks and the base model are made by this repository (experiments/make_tiny_base.py).
-Cost:     about 5 minutes on 2 cores; each run says its own in summary.json.
+Cost:     about 4 minutes on 2 cores; each run says its own in summary.json.
 """
 
 from ml_collections import config_dict
