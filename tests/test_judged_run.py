@@ -50,9 +50,8 @@ def mesh():
 def config(tmp_path):
     write_tasks(tmp_path / "judged.jsonl", [judged(task) for task in tiny.tasks("train", 4, 0)])
     none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
-    return lambda **changes: tiny_config(
-        **none, **{"data.source": str(tmp_path / "judged.jsonl"), "data.count": 0, "reward.most_masked": 0.9}, **changes
-    )
+    settings = none | {"data.source": str(tmp_path / "judged.jsonl"), "data.count": 0, "reward.most_masked": 0.9}
+    return lambda **changes: tiny_config(**(settings | changes))
 
 
 def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mesh, tmp_path):

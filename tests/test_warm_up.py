@@ -29,7 +29,8 @@ def bits(state):
 
 def test_a_run_after_the_warm_up_compiles_nothing_and_is_the_same_run(tmp_path, mesh):
     jax.clear_caches()  # what other tests compiled would hide a stray program
-    changes = {"steps": 2, "grpo.kl_coef": 0.1}  # so there is a reference to be scored
+    # With a reference to be scored.
+    changes = {"steps": 2, "grpo.kl_coef": 0.1, "batch.drop_zero_advantage": False}
     changes |= {"evaluation.heldout_tasks": 2, "evaluation.unseen_tasks": 0, "evaluation.greedy": False}
     summaries, compiled = {}, {}
     for warm in (True, False):
