@@ -207,7 +207,8 @@ class RunConfig:
     compilation_cache: str = ""  # folder of compiled programs; "" is ~/.cache/envace_jax/xla, "off" keeps none
 
 
-REACHING_A_JUDGE = ("urls", "key_variable", "concurrency", "timeout_s", "retries", "keep_verdicts", "most_masked")
+# How a judge is reached and what is done about its faults, not what it says: a resumed run may change these.
+FREE_OF_REWARD = ("urls", "key_variable", "concurrency", "timeout_s", "retries", "keep_verdicts", "most_masked")
 
 
 def default_config_dict() -> config_dict.ConfigDict:
@@ -258,7 +259,7 @@ def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     number of steps unless the learning rate's schedule is stretched over them.
     """
     before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
-    free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in REACHING_A_JUDGE}
+    free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in FREE_OF_REWARD}
     free |= {"steps"} if current.optimizer.schedule == "constant" else set()
     lines = []
     for key in sorted(before.keys() | now.keys()):

@@ -60,7 +60,7 @@ class EndpointSettings:
 
 
 class Endpoint:
-    """Asks; threads wait for the answers. `counts`: tries, answers, given up, tokens and faults by kind."""
+    """Asks; threads wait for the answers. `counts`: tries, answers, given_up, tokens and fault_KIND so far."""
 
     def __init__(self, settings: EndpointSettings):
         self.settings = settings
@@ -118,7 +118,7 @@ class Endpoint:
                 self._count("answers")
                 return answer
             except EndpointFault as fault:
-                self._count(f"fault: {fault.kind}")
+                self._count(f"fault_{fault.kind.replace(' ', '_')}")
                 last = fault
             status = last.kind.removeprefix("status ")
             if status.isdigit() and int(status) < 500 and int(status) not in PASSING:
@@ -126,7 +126,7 @@ class Endpoint:
             if number == self.settings.retries or self._stop.wait(wait * random.uniform(0.75, 1.25)):
                 break
             wait = min(2 * wait, LONGEST_WAIT_S)
-        self._count("given up")
+        self._count("given_up")
         raise last
 
     def _try(self, url: str, body: bytes, read: Callable[[str], Answer]) -> Answer:

@@ -13,7 +13,7 @@ from typing import Any
 from envace_jax import config as configuration
 from envace_jax import config_checks, envs, fingerprint
 from envace_jax.config import ConfigError, RunConfig
-from envace_jax.data import read_corpus
+from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
@@ -37,6 +37,7 @@ class Inputs:
 def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     """Reads the tasks and finds the model. Raises ConfigError, ValueError or FileNotFoundError, one line each."""
     tasks, heldout, unseen = _tasks(config)
+    check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)

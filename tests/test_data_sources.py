@@ -49,6 +49,21 @@ def test_a_table_adds_nothing_to_records_of_unlike_shapes(tmp_path):
     assert task_from_record(first, 0) == TASKS[0]
 
 
+def test_a_hub_id_is_streamed_from_its_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options))
+        return iter([RECORDS[0], RECORDS[1] | {"another": None}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_tasks("owner/name") == read_tasks("owner/name:test") == TASKS[:2]
+    assert asked == [("owner/name", {"split": split, "streaming": True}) for split in ("train", "test")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match="^owner/name cannot be read from the hub: ZeroDivisionError"):
+        read_tasks("owner/name")
+
+
 def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     write_lines(tmp_path / "b.jsonl", RECORDS[:3])
     (tmp_path / "a.json").write_text(json.dumps(RECORDS[3:5]))

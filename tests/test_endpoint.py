@@ -63,10 +63,14 @@ def test_a_question_goes_out_as_openai_has_it_and_its_tokens_are_counted(monkeyp
 def test_a_fault_is_tried_again_counted_and_named_in_the_end(fault, kind):
     once = FaultyServer(lambda body: "4", lambda number, body: fault if number == 0 else None)
     answer, counts = ask(once, int)
-    assert answer == 4 and counts["tries"] == 2 and counts[f"fault: {kind}"] == 1
+    assert answer == 4 and counts["tries"] == 2 and counts[f"fault_{kind.replace(' ', '_')}"] == 1
     always, counts = ask(FaultyServer(lambda body: "4", lambda number, body: fault), int)
     assert isinstance(always, EndpointFault) and always.kind == kind and "\n" not in str(always)
-    assert counts["tries"] == counts[f"fault: {kind}"] == 3 and counts["given up"] == 1 and "answers" not in counts
+    assert (
+        counts["tries"] == counts[f"fault_{kind.replace(' ', '_')}"] == 3
+        and counts["given_up"] == 1
+        and "answers" not in counts
+    )
 
 
 def test_what_stays_wrong_is_not_tried_again():
@@ -78,7 +82,7 @@ def test_another_address_is_tried_next():
     with FaultyServer(lambda body: "up").running() as up, FaultyServer(str, lambda *_: "status 503").running() as down:
         endpoint = Endpoint(settings(down, up))
         assert [endpoint.ask(ASKED, str).result(20) for _ in range(4)] == ["up"] * 4
-        assert endpoint.counts["fault: status 503"] == 2  # they take turns
+        assert endpoint.counts["fault_status_503"] == 2  # they take turns
         endpoint.close()
         gone = Endpoint(settings("http://127.0.0.1:9/v1"))
         with pytest.raises(EndpointFault) as fault:
@@ -101,7 +105,7 @@ def test_closing_gives_up_at_once():
     with FaultyServer(str, lambda *_: "status 500").running() as url:
         endpoint = Endpoint(settings(url, retries=9, backoff_s=9.0))
         future = endpoint.ask(ASKED, str)
-        while not endpoint.counts["fault: status 500"]:
+        while not endpoint.counts["fault_status_500"]:
             time.sleep(0.01)
         begin = time.monotonic()
         endpoint.close()

@@ -136,6 +136,22 @@ def test_verdicts_are_kept_on_disk_by_what_was_asked(tmp_path):
         other.result(5)
 
 
+def test_a_verdict_that_comes_after_the_waiting_is_kept_and_harms_nobody(tmp_path):
+    path, late = tmp_path / "verdicts.jsonl", []
+
+    def ask(messages, read, **options):
+        late.append((Future(), read))
+        return late[-1][0]
+
+    reward = JudgedReward(ask, name="j", cache=path)
+    score = reward.score_turn(TASK, 0, TURN)
+    score.cancel()  # what the rollout does with a future that is overdue
+    future, read = late[0]
+    future.set_result(read(json.dumps({"verdicts": [[True, True]] * 2})))
+    assert score.result(5).reward == 1.0
+    assert JudgedReward(Scripted().ask, name="j", cache=path).score_turn(TASK, 0, TURN).result(5).reward == 1.0
+
+
 def test_under_faults_every_score_is_right_or_missing_and_the_counts_are_those_injected():
     kinds = ("status 500", "timeout", "truncated", "types", "reset")
 
@@ -155,11 +171,11 @@ def test_under_faults_every_score_is_right_or_missing_and_the_counts_are_those_i
         endpoint.close()
     missing = [outcome for outcome in outcomes if isinstance(outcome, RewardUnavailable)]
     assert all(outcome.reward == 1.0 for outcome in outcomes if outcome not in missing)
-    assert endpoint.counts["given up"] == len(missing) < 20
+    assert endpoint.counts["given_up"] == len(missing) < 20
     names = {"timeout": "timeout", "truncated": "body", "types": "body", "reset": "connection"}
     wanted = {}
     for kind in kinds:
-        name = f"fault: {names.get(kind, kind)}"
+        name = f"fault_{names.get(kind, kind).replace(' ', '_')}"
         wanted[name] = wanted.get(name, 0) + server.injected[kind]
     assert {name: count for name, count in endpoint.counts.items() if name.startswith("fault")} == wanted
     assert sum(wanted.values()) > 20

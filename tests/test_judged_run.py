@@ -75,9 +75,9 @@ def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mes
     assert model_bytes(tmp_path / "faulty") == model_bytes(tmp_path / "masked")
     lines = [json.loads(line) for line in (tmp_path / "faulty" / "metrics.jsonl").read_text().splitlines()]
     counts = [line for line in lines if "judge_tries" in line][-1]
-    assert sum(line.get("masked", 0) for line in lines) == counts["judge_given up"] > 0
-    assert counts["judge_fault: status 503"] == server.injected["status 503"]
-    assert counts["judge_fault: connection"] == server.injected["reset"]
+    assert sum(line.get("masked", 0) for line in lines) == counts["judge_given_up"] > 0
+    assert counts["judge_fault_status_503"] == server.injected["status 503"]
+    assert counts["judge_fault_connection"] == server.injected["reset"]
     assert counts["judge_tries"] == len(server.bodies)
     # What was judged is on disk: the same run again asks for what was lost alone.
     kept = (tmp_path / "faulty" / choose.VERDICTS_FILE).read_text().splitlines()

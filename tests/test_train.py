@@ -171,6 +171,12 @@ def test_tasks_that_teach_nothing_are_refused_before_a_model_is_loaded(tmp_path,
             train.build(tiny_config(**none, **changes, **{"model.path": "no such model"}), mesh)
 
 
+def test_tasks_that_are_evaluated_are_not_trained_on(monkeypatch):
+    monkeypatch.setattr(inputs.tiny, "tasks", lambda split, count, seed, known=tiny.tasks: known("train", count, seed))
+    with pytest.raises(ValueError, match="data.source and the evaluation: 4 tasks are both trained on and evaluated"):
+        inputs.read_inputs(tiny_config(), ChecklistReward())
+
+
 def test_a_reward_of_ones_own_may_score_what_program_checks_cannot(tmp_path):
     tasks = [judged(task) for task in tiny.tasks("train", 4, 0)]
     write_tasks(tmp_path / "judged.jsonl", tasks)

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from envace_jax import json_values
 from envace_jax.rewards import RewardUnavailable
-from envace_jax.rewards.checklist import Step, is_error, passes, read_turn, turn_score
+from envace_jax.rewards.checklist import is_error, passes, read_turn, turn_score
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
 
 ABOUT_TOOLS = ("assistant.tool_calls", "tool.content")  # what an item about calls or results focuses on
@@ -59,57 +59,51 @@ class JudgedReward:
 
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
         items, score = task.checklist[turn], Future[TurnScore]()
+        score.set_running_or_notify_cancel()  # whoever has waited too long goes on; the verdict is kept all the same
         steps, reply = read_turn(turn_messages)
         shown = read_steps(turn_messages)
         asked = [item for item in items if item.check is None]
+        where = f"task {task.task_id}, turn {turn}"
         try:
-            known = {id(item): passes(item, steps, reply) for item in items if item.check is not None}
+            known = [None if item.check is None else passes(item, steps, reply) for item in items]
         except RewardUnavailable as fault:
-            score.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: {fault}"))
+            score.set_exception(RewardUnavailable(f"{where}: {fault}"))
             return score
 
-        def settle(verdicts: Verdicts) -> None:
-            found = known | {id(item): held for item, held in zip(asked, any_step(asked, shown, verdicts), strict=True)}
-            score.set_result(turn_score(items, [found[id(item)] for item in items]))
+        def settle(verdicts: Future[Verdicts]) -> None:
+            try:
+                judged = iter(any_step(asked, shown, verdicts.result()))
+                score.set_result(turn_score(items, [next(judged) if held is None else held for held in known]))
+            except BaseException as fault:  # whatever a judge raises is a fault of this turn alone
+                score.set_exception(RewardUnavailable(f"{where}: judge: {fault}"))
 
-        if not asked or not shown:
-            settle(())
-            return score
-        self._put(question(turn_messages, shown, asked), len(shown), len(asked), score, settle, task, turn)
+        if asked and shown:
+            verdicts = self._verdicts(question(turn_messages, shown, asked), len(shown), len(asked))
+        else:
+            verdicts = _finished(((),) * len(shown))
+        verdicts.add_done_callback(settle)
         return score
 
-    def _put(
-        self,
-        messages: list[Message],
-        steps: int,
-        items: int,
-        score: Future[TurnScore],
-        settle: Callable[[Verdicts], None],
-        task: Task,
-        turn: int,
-    ) -> None:
+    def _verdicts(self, messages: list[Message], steps: int, items: int) -> Future[Verdicts]:
+        """The kept verdicts of a question, or the judge's, which are kept from now on."""
         key = hashlib.sha256(json.dumps([self._name, self._options, messages], sort_keys=True).encode()).hexdigest()
         kept = None if self._cache is None else self._cache.get(key, steps, items)
         if kept is not None:
-            settle(kept)
-            return
+            return _finished(kept)
 
-        def done(future: Future[Verdicts]) -> None:
-            try:
-                verdicts = future.result()
-                if self._cache is not None:
-                    self._cache.put(key, verdicts)
-                settle(verdicts)
-            except BaseException as fault:
-                score.set_exception(RewardUnavailable(f"task {task.task_id}, turn {turn}: judge: {fault}"))
+        def read(text: str) -> Verdicts:
+            verdicts = read_verdicts(text, steps, items)
+            if self._cache is not None:
+                self._cache.put(key, verdicts)
+            return verdicts
 
-        asking = self._ask(
-            messages,
-            lambda text: read_verdicts(text, steps, items),
-            schema=verdict_schema(steps, items),
-            **self._options,
-        )
-        asking.add_done_callback(done)
+        return self._ask(messages, read, schema=verdict_schema(steps, items), **self._options)
+
+
+def _finished(verdicts: Verdicts) -> Future[Verdicts]:
+    future: Future[Verdicts] = Future()
+    future.set_result(verdicts)
+    return future
 
 
 # --- what is asked ---
@@ -117,30 +111,25 @@ class JudgedReward:
 
 def read_steps(turn_messages: MessageList) -> list[tuple[Message, list[Message], bool]]:
     """(assistant message, its results, whether one of them is an error) for every assistant message of a turn."""
-    steps: list[tuple[Message, list[Message], bool]] = []
+    groups: list[tuple[Message, list[Message]]] = []
     for message in turn_messages:
         if message["role"] == "assistant":
-            steps.append((message, [], False))
-        elif message["role"] == "tool" and steps:
-            last, results, _ = steps[-1]
-            parsed: list[Step] = read_turn([last, *results, message])[0]
-            answered = parsed[0][: len(results) + 1] if parsed else []
-            failed = any(is_error(result) for _, _, result in answered)
-            steps[-1] = (last, [*results, message], failed)
-    return steps
+            groups.append((message, []))
+        elif message["role"] == "tool" and groups:
+            groups[-1][1].append(message)
+    return [
+        (message, results, any(is_error(result) for step in read_turn([message, *results])[0] for *_, result in step))
+        for message, results in groups
+    ]
 
 
 def any_step(
     items: Sequence[CheckItem], steps: Sequence[tuple[Message, list[Message], bool]], verdicts: Verdicts
 ) -> list[bool]:
     """Whether each item holds in any step. A step with an error passes no item about calls or results."""
+    rows = [(row, failed) for row, (_, _, failed) in zip(verdicts, steps, strict=True)]
     return [
-        any(
-            row[place] and not (failed and item.focus_on in ABOUT_TOOLS)
-            for row, (_, _, failed) in zip(verdicts, steps, strict=True)
-        )
-        if verdicts
-        else False
+        any(row[place] and not (failed and item.focus_on in ABOUT_TOOLS) for row, failed in rows)
         for place, item in enumerate(items)
     ]
 
