@@ -1,6 +1,7 @@
 """Measures a policy: success in the executable environment, and how faithfully it rehearses that environment.
 
-Success is strict: the whole checklist holds and the environment ends in the state that the reference calls lead to.
+Success is strict: the whole checklist holds and the environment ends in the state that the reference calls lead to. A
+benchmark's own environment says itself how a conversation came out (`envs`, process modules).
 Knows tasks, a sampler and parameters; nothing of training. Fidelity never runs an environment: it compares
 with the recorded results of the reference calls.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from envace_jax import roles
-from envace_jax.envs import make_environment
+from envace_jax.envs import load_process, make_environment
 from envace_jax.episode import Limits
 from envace_jax.json_values import json_equal
 from envace_jax.responders import Real
@@ -32,7 +33,10 @@ SUCCESS_STREAM, FIDELITY_STREAM = -1, -2
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """One evaluation. `per_task` is the share of solved attempts of each task, f64[tasks]; nan where all failed."""
+    """One evaluation. `per_task` is the mean outcome of each task's attempts, f64[tasks]; nan where all failed.
+
+    An outcome is 1 where an attempt solved its task and 0 where not, or what the benchmark's score says.
+    """
 
     rate: float  # mean over tasks
     reward: float  # mean reward over attempts
@@ -57,17 +61,21 @@ def success(
 ) -> Success:
     """Attempts every task `samples` times in its executable environment (temperature 0 is greedy).
 
+    An attempt whose outcome cannot be known, by a fault while it is scored, is masked like one that failed under way.
     Raises ValueError for a task that has no executable environment.
     """
-    goals = [reference_state(task) for task in tasks]
+    goals = [None if _process_of(task) else reference_state(task) for task in tasks]
     responder = Real(make_environment)
     trajectories = rollout(
         sampler, params, tasks, attempts=samples, responder=responder, reward=reward, prompts=prompts, limits=limits,
         seed=seed, step=SUCCESS_STREAM, temperature=temperature, top_p=top_p, progress=progress,
     )  # fmt: skip
+    trajectories, scores = _scored(trajectories, [task for task in tasks for _ in range(samples)])
     solved = np.full(len(trajectories), np.nan)  # stays nan where something outside failed: that is no failure to solve
     for index, trajectory in enumerate(trajectories):
-        if trajectory.status == "ok":
+        if index in scores:
+            solved[index] = scores[index]
+        elif trajectory.status == "ok":
             solved[index] = is_solved(trajectory, responder.final_state(index), goals[index // samples])
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.status == "ok"]
     per_task = _mean_of_known(solved.reshape(len(tasks), samples))
@@ -79,6 +87,30 @@ def success(
         reasons=dict(collections.Counter(end_reason(trajectory) for trajectory in trajectories)),
         trajectories=tuple(trajectories),
     )
+
+
+def _process_of(task: Task) -> Any:
+    """The process module that scores a task's conversations itself, or None."""
+    if task.environment is None:
+        raise ValueError(f"task {task.task_id!r} has no executable environment, so its success cannot be measured")
+    return load_process(task.environment["name"])
+
+
+def _scored(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> tuple[list[Trajectory], dict[int, float]]:
+    """The outcomes of the attempts that a process module scores, by index; what it could not score is masked."""
+    asked = {
+        index: _process_of(task).score(task, trajectory.messages)
+        for index, (trajectory, task) in enumerate(zip(trajectories, tasks, strict=True))
+        if trajectory.status == "ok" and _process_of(task)
+    }
+    known, scores = list(trajectories), {}
+    for index, future in asked.items():
+        try:
+            scores[index] = float(future.result())
+        except Exception as error:  # whatever failed outside masks this attempt and no other
+            reason = " ".join(f"fault: {type(error).__name__}: {error}".split())[:300]
+            known[index] = dataclasses.replace(known[index], status="failed", reward=float("nan"), reason=reason)
+    return known, scores
 
 
 def is_solved(trajectory: Trajectory, state: Json, goal: Json) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-from envace_jax.envs import Environment
+from envace_jax.envs import Environment, load_process
 from envace_jax.types import Json, MessageList, Need, Task, ToolCall
 
 
@@ -45,9 +45,10 @@ class Rehearsed:
 class Real:
     """Executes calls in one environment per trajectory, opened at its first call and closed when it ends.
 
-    Environments run in this process and at once, so the calls of one trajectory are executed in order and results do
-    not depend on timing. `calls` counts executed calls. Final states stay until `close()`, under the trajectory's index
-    in its rollout; a second rollout without `close()` overwrites them.
+    An environment answers at once or with a future, and executes the calls of its trajectory in order either way, so
+    results do not depend on timing. `calls` counts calls given to environments. Final states of environments that run
+    in this process stay until `close()`, under the trajectory's index in its rollout; a second rollout without
+    `close()` overwrites them. Process modules judge conversations instead (`envs`), and no state of theirs is kept.
     """
 
     needs = Need.RESPONSE
@@ -64,16 +65,22 @@ class Real:
             environment = self._environment(trajectory_index, task)
             self.calls += 1
             result = environment.call(call.name, call.arguments)
-            answer.set_result(json.dumps(result, ensure_ascii=False, allow_nan=False))
+            if isinstance(result, Future):
+                return _written_when_done(result)
+            answer.set_result(_written(result))
         except Exception as error:  # whatever an environment raises is a fault of this trajectory alone
             answer.set_exception(error)
         return answer
 
     def end(self, trajectory_index: int, task: Task) -> None:
         """Keeps the final state (the initial one where nothing was called) and lets the environment go."""
-        if task.environment is not None:
-            self._final_states[trajectory_index] = self._environment(trajectory_index, task).state()
-        self._open.pop(trajectory_index, None)
+        try:
+            if task.environment is not None and load_process(task.environment["name"]) is None:
+                self._final_states[trajectory_index] = self._environment(trajectory_index, task).state()
+        finally:
+            environment = self._open.pop(trajectory_index, None)
+            if environment is not None:
+                environment.close()
 
     def final_state(self, trajectory_index: int) -> Json:
         """The environment's state at the end of that trajectory. Raises KeyError where it has not ended."""
@@ -82,7 +89,9 @@ class Real:
         return self._final_states[trajectory_index]
 
     def close(self) -> None:
-        """Forgets all environments and final states; the count of calls stays."""
+        """Lets go of all environments and final states; the count of calls stays."""
+        for environment in self._open.values():
+            environment.close()
         self._open.clear()
         self._final_states.clear()
 
@@ -92,3 +101,22 @@ class Real:
         if trajectory_index not in self._open:
             self._open[trajectory_index] = self._make_environment(task.environment)
         return self._open[trajectory_index]
+
+
+def _written(result: Json) -> str:
+    return json.dumps(result, ensure_ascii=False, allow_nan=False)
+
+
+def _written_when_done(result: Future[Json]) -> Future[str]:
+    """The text of a result that is still to come, or whatever exception comes instead."""
+    text: Future[str] = Future()
+
+    def settle(done: Future[Json]) -> None:
+        if text.set_running_or_notify_cancel():  # the rollout cancels what it no longer waits for
+            try:
+                text.set_result(_written(done.result()))
+            except Exception as error:
+                text.set_exception(error)
+
+    result.add_done_callback(settle)
+    return text

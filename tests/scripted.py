@@ -111,6 +111,9 @@ class Bank:
     def state(self):
         return dict(self.balances)
 
+    def close(self):
+        pass
+
 
 class Judge:
     """Gives every turn the same score, at once, and remembers what it was asked."""

@@ -1,8 +1,16 @@
-"""Executable environments: pure domain modules, found by name, behind one small stateful class.
+"""Executable environments: modules of this package, found by name. There are two kinds.
 
-A domain is one file of this package with `TOOLS` (OpenAI function schemas) and
-`execute(state, name, arguments) -> (new_state, result)`. Arguments are checked against the schemas here, so a
-domain sees only well-formed calls. Nothing here knows about policies, prompts or rewards.
+A *domain* is one file with `TOOLS` (OpenAI function schemas) and `execute(state, name, arguments) -> (new_state,
+result)`, pure and run in this process. Arguments are checked against the schemas here, so a domain sees only
+well-formed calls.
+
+A *process module* is a benchmark that runs in worker processes (`worker.py`), and has
+
+    tasks(source) -> list[Task]                  the benchmark's tasks, whose environments say {"name", "state"}
+    open(spec) -> Environment                    its calls may be futures
+    score(task, messages) -> Future[float]       the benchmark's own outcome, in [0, 1], of a finished conversation
+
+Nothing here knows about policies, prompts or rewards.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import ModuleType
 from typing import Protocol
 
@@ -27,12 +36,20 @@ _executions = 0
 class Environment(Protocol):
     """What answers tool calls for real: stateful, used by one trajectory at a time."""
 
-    def call(self, name: str, arguments: Mapping[str, Json]) -> Json:
-        """The JSON result of one call; what goes wrong is a result too, never an exception."""
+    def call(self, name: str, arguments: Mapping[str, Json]) -> Json | Future[Json]:
+        """The JSON result of one call; what goes wrong is a result too, never an exception.
+
+        It may be a future, and further calls made before it is there: they are executed in order. An exception in it
+        (`worker.EnvironmentFault`) is a fault from outside, not a result.
+        """
         ...
 
-    def state(self) -> Json:
-        """A copy of the present state."""
+    def state(self) -> Json | Future[Json]:
+        """A copy of the present state, likewise."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
         ...
 
 
@@ -40,6 +57,13 @@ def execution_count() -> int:
     """How many calls the executable environments of this process have answered so far, refused ones included."""
     with _count_lock:
         return _executions
+
+
+def count_execution() -> None:
+    """For environments of process modules to say that they were asked to execute a call."""
+    global _executions
+    with _count_lock:
+        _executions += 1
 
 
 def tool_error(code: str, message: str, details: Json = None) -> dict[str, Json]:
@@ -56,21 +80,35 @@ def function_schema(name: str, /, **properties: Json) -> dict[str, Json]:
 @functools.cache
 def domain_names() -> tuple[str, ...]:
     """Names of the modules of this package that are domains (they have `TOOLS` and `execute`)."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(name for name in names if _is_domain(importlib.import_module(f"{__name__}.{name}")))
+    return tuple(name for name, module in _modules().items() if hasattr(module, "TOOLS") and hasattr(module, "execute"))
+
+
+@functools.cache
+def process_names() -> tuple[str, ...]:
+    """Names of the modules of this package that are process modules (they have `tasks`, `open` and `score`)."""
+    wanted = ("tasks", "open", "score")
+    return tuple(name for name, module in _modules().items() if all(hasattr(module, attribute) for attribute in wanted))
 
 
 def load_domain(name: str) -> ModuleType:
-    """The domain module called `name`; raises ValueError naming the domains there are."""
+    """The domain module called `name`; raises ValueError naming the environments there are."""
     if name not in domain_names():
-        raise ValueError(f"no environment is called {name!r}; there are: {', '.join(domain_names())}")
-    return importlib.import_module(f"{__name__}.{name}")
+        there = ", ".join((*domain_names(), *process_names()))
+        raise ValueError(f"no environment is called {name!r}; there are: {there}")
+    return _modules()[name]
+
+
+def load_process(name: str) -> ModuleType | None:
+    """The process module called `name`, or None where there is none of that name."""
+    return _modules()[name] if name in process_names() else None
 
 
 def make_environment(spec: Mapping[str, Json]) -> Environment:
-    """A fresh environment from `{"name": domain, "state": its initial state}`; the given state is never changed."""
+    """A fresh environment from `{"name": module, "state": its initial state}`; the given state is never changed."""
     if not isinstance(spec, Mapping) or set(spec) != {"name", "state"}:
         raise ValueError(f"an environment is {{'name': ..., 'state': ...}}, not {spec!r}")
+    if (process := load_process(spec["name"])) is not None:
+        return process.open(spec)
     return _DomainEnvironment(load_domain(spec["name"]), spec["state"])
 
 
@@ -82,9 +120,7 @@ class _DomainEnvironment:
         self._state = copy.deepcopy(state)
 
     def call(self, name: str, arguments: Mapping[str, Json]) -> Json:
-        global _executions
-        with _count_lock:
-            _executions += 1
+        count_execution()
         validators = _validators(self._domain)
         if name not in validators:
             return tool_error("unknown_tool", f"no tool is called {name}", sorted(validators))
@@ -97,9 +133,14 @@ class _DomainEnvironment:
     def state(self) -> Json:
         return copy.deepcopy(self._state)
 
+    def close(self) -> None:
+        pass
 
-def _is_domain(module: ModuleType) -> bool:
-    return hasattr(module, "TOOLS") and hasattr(module, "execute")
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
 
 
 @functools.cache
