@@ -40,9 +40,17 @@ from envace_jax.responders import Responder
 from envace_jax.rewards import Reward
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sample, Sampler, SampleRequest
-from envace_jax.types import Need, Params, Segment, Task, Trajectory
+from envace_jax.types import Need, Params, Role, Segment, Task, Trajectory
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
+
+
+@dataclasses.dataclass(frozen=True)
+class Player:
+    """Who generates: a sampler, and parameters in the form that it decodes from (`Policy.for_decoding`)."""
+
+    sampler: Sampler
+    params: Params
 
 
 def rollout(
@@ -63,10 +71,12 @@ def rollout(
     group_offset: int = 0,
     future_timeout_s: float | None = 600.0,
     progress: Progress | None = None,
+    rehearser: Player | None = None,
 ) -> list[Trajectory]:
     """Plays every task `attempts` times and gives the trajectories, task by task, attempt by attempt.
 
     Args:
+      sampler, params: who plays ACT, and REHEARSE too unless there is a `rehearser`.
       responder: who answers tool calls; asked and told of ends by trajectory index, which is the place in the result.
       seed, step: with the task's id, the attempt and the segment they decide every sampled token. Attempts are numbered
         on where a task stands in `tasks` more than once.
@@ -75,6 +85,7 @@ def rollout(
       group_offset: group ids are group_offset + position of the task.
       future_timeout_s: seconds that a responder or a judge may take; None waits without end.
       progress: called after every round of the loop.
+      rehearser: who plays REHEARSE instead, with a sampler of its own. Who plays decides no random number.
 
     A fault of a responder or judge (exception, time-out, unreadable result, impossible score) fails its trajectory
     alone, and a task that the limits cannot hold fails all of its own: status "failed", reward nan, reason
@@ -83,8 +94,11 @@ def rollout(
     """
     if attempts < 1:
         raise ValueError(f"attempts={attempts} must be at least 1")
-    sampler.reset()  # kept caches may be of other weights
-    run = _Run(sampler, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    act = _Seat(sampler, params)
+    seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
+    run = _Run(seats, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    for seat in run.different_seats():
+        seat.sampler.reset()  # kept caches may be of other weights
     repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
     for position, task in enumerate(tasks):
         first = attempts * repeats[task.task_id]
@@ -95,7 +109,7 @@ def rollout(
     while run.unfinished:
         run.feed_slots()
         if run.sampling:
-            run.take_samples(sampler.step(params))
+            run.take_samples(run.decode())
         else:
             run.wait_for_answers()
         run.take_answers()
@@ -113,10 +127,26 @@ class _Outside:
 
 
 @dataclasses.dataclass
+class _Seat:
+    """A player, and the requests that wait for a slot of its sampler."""
+
+    sampler: Sampler
+    params: Params
+    # A heap of (number, segment index). The lowest number goes first, so that trajectories under way finish, and reuse
+    # their kept caches, before new ones begin.
+    waiting: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def drawing(self) -> bool:
+        """Whether any slot is taken."""
+        return self.sampler.free() < self.sampler.slots
+
+
+@dataclasses.dataclass
 class _Run:
     """The loop's state. A trajectory's number is its place in `episodes`."""
 
-    sampler: Sampler
+    seats: dict[Role, _Seat]  # one and the same where one player has both roles
     responder: Responder
     reward: Reward
     key: tuple[int, int]  # (seed, step)
@@ -127,9 +157,6 @@ class _Run:
     episodes: list[Episode] = dataclasses.field(default_factory=list)
     unfinished: int = 0
     tokens: int = 0
-    # Requests without a slot: a heap of (number, segment index). The lowest number goes first, so that trajectories
-    # under way finish, and reuse their kept caches, before new ones begin.
-    waiting: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     sampling: dict[int, tuple[int, Request]] = dataclasses.field(default_factory=dict)  # by request id
     arrived: dict[int, dict[int, Segment]] = dataclasses.field(default_factory=dict)  # by number, by segment index
     outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)  # by number
@@ -153,7 +180,7 @@ class _Run:
             else:
                 self.arrived[number] = {}
                 for request in episode.requests:
-                    heapq.heappush(self.waiting, (number, request.index))
+                    heapq.heappush(self.seats[request.role].waiting, (number, request.index))
         except Exception as error:  # raised where a future should carry it: the same fault
             self.fail(number, error)
 
@@ -175,18 +202,26 @@ class _Run:
         limit = float("inf") if self.future_timeout_s is None else self.future_timeout_s
         self.outside[number] = _Outside(futures, time.monotonic() + limit)
 
+    def different_seats(self) -> list[_Seat]:
+        return list({id(seat): seat for seat in self.seats.values()}.values())
+
     def feed_slots(self) -> None:
         """Gives free slots to waiting requests."""
-        requests = []
-        for _ in range(min(self.sampler.free(), len(self.waiting))):
-            number, index = heapq.heappop(self.waiting)
-            episode = self.episodes[number]
-            request = episode.requests[index - episode.requests[0].index]
-            request_id = number * episode.limits.generations + index  # an index is below `generations`
-            self.sampling[request_id] = (number, request)
-            requests.append(self.sample_request(request_id, episode, request))
-        if requests:
-            self.sampler.submit(requests)
+        for seat in self.different_seats():
+            requests = []
+            for _ in range(min(seat.sampler.free(), len(seat.waiting))):
+                number, index = heapq.heappop(seat.waiting)
+                episode = self.episodes[number]
+                request = episode.requests[index - episode.requests[0].index]
+                request_id = number * episode.limits.generations + index  # an index is below `generations`
+                self.sampling[request_id] = (number, request)
+                requests.append(self.sample_request(request_id, episode, request))
+            if requests:
+                seat.sampler.submit(requests)
+
+    def decode(self) -> list[Sample]:
+        """A call of every sampler that has something to draw; what finished."""
+        return [sample for seat in self.different_seats() if seat.drawing for sample in seat.sampler.step(seat.params)]
 
     def sample_request(self, request_id: int, episode: Episode, request: Request) -> SampleRequest:
         # A hash of the task's name, not its position: a task draws the same numbers wherever it stands in a batch.

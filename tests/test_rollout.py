@@ -21,7 +21,7 @@ from envace_jax.episode import Limits
 from envace_jax.models.config import QwenConfig
 from envace_jax.models.qwen import make_policy
 from envace_jax.responders import Real, Rehearsed
-from envace_jax.rollout import rollout
+from envace_jax.rollout import Player, rollout
 from envace_jax.sampling import Sample, Sampler, SampleRequest
 from envace_jax.types import Need, Role, ToolCall, Trajectory, TurnScore
 
@@ -34,8 +34,8 @@ DEPOSIT = ToolCall("deposit", {"owner": "ann", "amount": "3"})
 class ScriptedSampler:
     """Writes `script(prompt text, key ids)`, byte by byte, `chunk` ids a step; what finished comes in any order."""
 
-    def __init__(self, script, slots: int = 4, chunk: int = 40, shuffle: int | None = None):
-        self.script, self.slots, self.chunk = script, slots, chunk
+    def __init__(self, script, slots: int = 4, chunk: int = 40, shuffle: int | None = None, params: str = "params"):
+        self.script, self.slots, self.chunk, self.params = script, slots, chunk, params
         self.random = None if shuffle is None else random.Random(shuffle)
         self.submitted: list[SampleRequest] = []
         self.resets = self.steps = 0
@@ -57,7 +57,7 @@ class ScriptedSampler:
             self.running.append((request, tokens, 0))
 
     def step(self, params):
-        assert params == "params" and self.running
+        assert params == self.params and self.running
         self.steps += 1
         moved = [(request, tokens, done + self.chunk) for request, tokens, done in self.running]
         self.running = [entry for entry in moved if entry[2] < len(entry[1])]
@@ -176,6 +176,38 @@ def test_slots_chunks_and_arrival_order_change_nothing(slots, chunk, shuffle, de
         reward = SlowJudge(pool, random.Random(shuffle)) if delayed else scripted.Judge()
         assert [content(t) for t in play(sampler=sampler, tasks=TASKS, attempts=3, reward=reward)] == REFERENCE
     assert len({reason for _, _, _, reason, *_ in REFERENCE}) >= 3  # the script does take different ends
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    slots=st.tuples(st.integers(1, 13), st.integers(1, 13)), chunks=st.tuples(st.integers(1, 200), st.integers(1, 90))
+)
+def test_two_players_who_write_alike_play_as_one_does(slots, chunks):
+    """Keys know no player, and each sampler gets its role's requests with its own parameters, and has work when called.
+
+    (A scripted sampler refuses other parameters than its own, and a step with nothing to do.)
+    """
+    sampler, other = (
+        ScriptedSampler(random_script, slots[i], chunks[i], params=("params", "others")[i]) for i in (0, 1)
+    )
+    played = play(sampler=sampler, tasks=TASKS, attempts=3, rehearser=Player(other, "others"))
+    assert [content(t) for t in played] == REFERENCE
+    assert {is_rehearsal(CHAT.decode(request.prompt_tokens)) for request in sampler.submitted} == {False}
+    assert {is_rehearsal(CHAT.decode(request.prompt_tokens)) for request in other.submitted} == {True}
+    assert sampler.resets == other.resets == 1
+
+
+def test_what_is_rehearsed_is_what_the_rehearsing_player_writes():
+    def other_bank(prompt: str, key_ids) -> str:
+        assert is_rehearsal(prompt)
+        return scripted.answering('{"balance": 77}')
+
+    rehearser = Player(ScriptedSampler(other_bank, params="others"), "others")
+    (trajectory,) = play(tasks=[scripted.task(1)], attempts=1, rehearser=rehearser)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ['{"balance": 77}'] * 3
+    rehearsed = [CHAT.decode(s.tokens[:-1].tolist()) for s in trajectory.segments if s.role is Role.REHEARSE]
+    assert rehearsed == [scripted.answering('{"balance": 77}')] * 3
+    assert CHAT.decode(trajectory.segments[0].tokens.tolist()).startswith("Looking.")
 
 
 def test_a_task_draws_the_same_wherever_it_stands():
