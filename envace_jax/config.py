@@ -100,7 +100,19 @@ class SamplerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    responder: Literal["rehearsed", "real"] = "rehearsed"  # who answers tool calls: the policy, or the environment
+    # Who answers tool calls: the policy, the environment, or another model (then only its acting is trained).
+    responder: Literal["rehearsed", "real", "external"] = "rehearsed"
+    # Whose parameters play the two roles where both are the policy's, see docs/studies.md. A frozen role is played for
+    # ever by `frozen_checkpoint`, a folder or hub id; "" is model.path.
+    players: Literal["shared", "separate", "frozen_act", "frozen_rehearse"] = "shared"
+    frozen_checkpoint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExternalConfig:
+    """The model that answers tool calls where rollout.responder is external, by the policy's REHEARSE prompts."""
+
+    checkpoint: str = ""  # one in this process, never trained: a folder or hub id with the policy's tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +206,7 @@ class RunConfig:
     limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    external: ExternalConfig = dataclasses.field(default_factory=ExternalConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -276,14 +289,14 @@ def local_path(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def model_path(path: str) -> str:
+def model_path(path: str, setting: str = "model.path") -> str:
     """A folder or hub id to load from; "asset:NAME" becomes that folder in the package. Raises ConfigError."""
     if not path.startswith(ASSET_PREFIX):
         return str(local_path(path)) if path.startswith("~") else path
     folder = ASSETS / path.removeprefix(ASSET_PREFIX)
     if not folder.is_dir():
         known = sorted(entry.name for entry in ASSETS.iterdir() if entry.is_dir()) if ASSETS.is_dir() else []
-        raise ConfigError(f"model.path {path!r}: no such asset in {ASSETS}; it holds {', '.join(known) or 'none'}")
+        raise ConfigError(f"{setting} {path!r}: no such asset in {ASSETS}; it holds {', '.join(known) or 'none'}")
     return str(folder)
 
 

@@ -45,6 +45,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _single_values(config)
     yield from _sources(config)
     yield from _reward(config)
+    yield from _players(config)
     yield from _lengths(config)
     yield from _learning(config)
     yield from _rows(config)
@@ -61,6 +62,16 @@ def longest_sequence(config: RunConfig) -> int:
     """The most tokens that one sequence, prompt and response together, can have."""
     limits = config.limits
     return max(limits.act_context, config.prompts.max_rehearse_prompt + limits.rehearse_response)
+
+
+def cast(config: RunConfig) -> tuple[str, str, str]:
+    """Who plays the roles (`rollout.players`), and a frozen checkpoint's setting and path, or empty texts."""
+    chosen = config.rollout
+    if chosen.responder == "external" and config.external.checkpoint:  # a simulator is a rehearser that never learns
+        return "frozen_rehearse", "external.checkpoint", config.external.checkpoint
+    if chosen.players.startswith("frozen"):
+        return chosen.players, "rollout.frozen_checkpoint", chosen.frozen_checkpoint or config.model.path
+    return chosen.players, "", ""
 
 
 def _single_values(config: RunConfig) -> Iterator[str]:
@@ -105,6 +116,24 @@ def _reward(config: RunConfig) -> Iterator[str]:
             yield f"reward.urls: {list(reward.urls)}; a judge needs addresses such as http://host:8000/v1"
         if not reward.model:
             yield "reward.model: empty; name the model that the judge's address serves"
+
+
+def _players(config: RunConfig) -> Iterator[str]:
+    rollout, simulator = config.rollout, config.external.checkpoint
+    if rollout.players != "shared" and rollout.responder != "rehearsed":
+        yield (
+            f"rollout.players: {rollout.players} says who rehearses, which rollout.responder={rollout.responder} "
+            "leaves to others; set players to shared, or responder to rehearsed"
+        )
+    if rollout.frozen_checkpoint and not rollout.players.startswith("frozen"):
+        yield (
+            f"rollout.frozen_checkpoint: nobody plays it with rollout.players={rollout.players}; set that to "
+            "frozen_act or frozen_rehearse, or leave the checkpoint out"
+        )
+    if simulator and rollout.responder != "external":
+        yield f"external.checkpoint: nobody asks it with rollout.responder={rollout.responder}; set that to external"
+    if rollout.responder == "external" and not simulator:
+        yield "external.checkpoint: empty; give the folder or hub id of the model that answers tool calls"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

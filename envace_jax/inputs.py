@@ -12,6 +12,7 @@ from typing import Any
 
 from envace_jax import config as configuration
 from envace_jax import config_checks, envs, fingerprint
+from envace_jax.chat import load_tokenizer
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
@@ -28,10 +29,12 @@ class Inputs:
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     folder: Path
+    frozen: Path | None = None  # the folder of the checkpoint that plays a role and is never trained
 
     def fingerprints(self) -> dict[str, Any]:
         """What a resumed run must find again, as JSON values; the evaluation's tasks may change."""
-        return {"tasks": fingerprint.of_tasks(self.tasks), "model": fingerprint.of_model(self.folder)}
+        found = {"tasks": fingerprint.of_tasks(self.tasks), "model": fingerprint.of_model(self.folder)}
+        return found if self.frozen is None else found | {"frozen": fingerprint.of_model(self.frozen)}
 
 
 def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
@@ -41,7 +44,27 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     _check_tasks(config, tasks, reward)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
-    return Inputs(tasks, heldout, unseen, folder)
+    return Inputs(tasks, heldout, unseen, folder, _frozen(config, folder))
+
+
+def _frozen(config: RunConfig, folder: Path) -> Path | None:
+    """The folder of the frozen checkpoint, if any plays. Raises ConfigError where it has another tokenizer."""
+    _, setting, path = config_checks.cast(config)
+    if not path:
+        return None
+    frozen = hf.resolve(configuration.model_path(path, setting))
+    _check_positions(config, frozen, setting)
+    # Prompts are made of the policy's token ids, and answers read by them.
+    if frozen != folder and _vocabulary(frozen) != _vocabulary(folder):
+        raise ConfigError(
+            f"{setting}: {frozen} has another vocabulary than model.path, {folder}; prompts are token ids, so give a "
+            "checkpoint with the same tokenizer"
+        )
+    return frozen
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    return load_tokenizer(folder).tokenizer.get_vocab(with_added_tokens=True)
 
 
 def _tasks(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[Task, ...]]:
@@ -88,7 +111,7 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
             envs.load_domain(task.environment["name"])
 
 
-def _check_positions(config: RunConfig, folder: Path) -> None:
+def _check_positions(config: RunConfig, folder: Path, setting: str = "model.path") -> None:
     """Raises ConfigError where a sequence may be longer than the positions that the model knows.
 
     Positions restart in every sequence of a packed row, so neither a row nor a slot's cache counts.
@@ -96,7 +119,7 @@ def _check_positions(config: RunConfig, folder: Path) -> None:
     positions, longest = hf.read_config(folder).max_positions, config_checks.longest_sequence(config)
     if longest > positions:
         raise ConfigError(
-            f"model.path: {folder} knows {positions} positions (max_position_embeddings), and the limits allow "
+            f"{setting}: {folder} knows {positions} positions (max_position_embeddings), and the limits allow "
             f"sequences of {longest} tokens; lower limits.act_context and prompts.max_rehearse_prompt + "
             f"limits.rehearse_response to {positions}, or choose another model"
         )

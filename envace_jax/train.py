@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, sharding, workfolder
+from envace_jax import envs, evaluate, parts, players, sharding, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
-from envace_jax.buckets import Buckets, row_shapes
+from envace_jax.buckets import row_shapes
 from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
@@ -34,12 +34,12 @@ from envace_jax.grpo import role_advantages
 from envace_jax.inputs import Inputs, read_inputs
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, qwen
+from envace_jax.players import Cast, State
 from envace_jax.responders import Real, Rehearsed
 from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import rollout
-from envace_jax.sampling import Sampler
 from envace_jax.train_step import (
     TrainStepConfig,
     init_train_state,
@@ -48,7 +48,7 @@ from envace_jax.train_step import (
     make_score_step,
     make_train_step,
 )
-from envace_jax.types import Params, Policy, Task, TrainBatch, TrainState, Trajectory
+from envace_jax.types import Params, Role, Task, TrainBatch, TrainState, Trajectory
 from envace_jax.warm_up import warm_up
 
 Metrics = dict[str, float]
@@ -64,7 +64,7 @@ class Setup:
     folder: Path  # where the model came from
     prompts: Prompts
     limits: Limits
-    sampler: Sampler
+    cast: Cast  # the samplers, and who plays and learns which role
     responder: Rehearsed | Real
     reward: Reward
     stream: TaskStream
@@ -73,7 +73,6 @@ class Setup:
     train_step: Any
     score_step: Any
     reference: Params | None  # parameters of the reference policy, only where the loss has a KL term
-    for_decoding: Any  # parameters as the sampler wants them
 
 
 def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
@@ -107,11 +106,13 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
             write_json_atomic(workdir / workfolder.SUMMARY_FILE, summary)
             writer.curves(workdir / workfolder.CURVES_FILE)
             checkpoints.wait()
-            hf.save(workdir / workfolder.MODEL, setup.model, state.params, tokenizer_dir=setup.folder)
+            for name, roles in setup.cast.learners.items():
+                folder = workdir / (workfolder.MODEL if Role.ACT in roles else workfolder.MODEL_REHEARSE)
+                hf.save(folder, setup.model, players.part(state, name).params, tokenizer_dir=setup.folder)
     return summary
 
 
-def _resume(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+def _resume(checkpoints: Checkpoints, state: State) -> tuple[State, dict[str, Any]]:
     """State and progress of the newest checkpoint, or those of a run that begins."""
     if not checkpoints.steps():
         return state, {"step": 0, "evaluations": [], "env_calls": 0, "seconds": 0.0}
@@ -123,13 +124,15 @@ def _resume(checkpoints: Checkpoints, state: TrainState) -> tuple[TrainState, di
 
 
 def _train(
-    setup: Setup, state: TrainState, progress: dict[str, Any], began: float, checkpoints: Checkpoints,
+    setup: Setup, state: State, progress: dict[str, Any], began: float, checkpoints: Checkpoints,
     writer: MetricsWriter,
-) -> TrainState:  # fmt: skip
+) -> State:  # fmt: skip
     """The loop from `progress` to the last step. It keeps `progress` up to date; `began` is when step 0 did."""
     config, first, compiled = setup.config, progress["step"], CompileCounter()
+    asked = getattr(setup.responder, "counts", {})  # of another model
+    asked.update(progress.get("external", {}))  # what a run that this one continues asked of it
     if first == 0:
-        progress["evaluations"].append(_evaluate(setup, state.params, 0, writer))
+        progress["evaluations"].append(_evaluate(setup, state, 0, writer))
     for step in range(first, config.steps):
         started, executed = time.time(), envs.execution_count()
         state, metrics, trajectories = iterate(setup, state, step, writer)
@@ -140,11 +143,12 @@ def _train(
         writer.write_trajectories(done, _samples(trajectories, config))
         progress["env_calls"] += envs.execution_count() - executed
         if _due(done, config.evaluation.every, config.steps):
-            progress["evaluations"].append(_evaluate(setup, state.params, done, writer))
+            progress["evaluations"].append(_evaluate(setup, state, done, writer))
         progress |= {
             "step": done,
             "policy_version": done,
             "tasks_seen": done * config.data.tasks_per_step,
+            "external": dict(asked),
             "seconds": time.time() - began,
         }
         if _due(done, config.checkpoint.every, config.steps):
@@ -156,33 +160,52 @@ def _train(
 
 
 def iterate(
-    setup: Setup, state: TrainState, step: int, writer: MetricsWriter | None = None
-) -> tuple[TrainState, Metrics, list[Trajectory]]:
+    setup: Setup, state: State, step: int, writer: MetricsWriter | None = None
+) -> tuple[State, Metrics, list[Trajectory]]:
     """One step of role-wise GRPO from data to updated parameters."""
     config = setup.config
     tasks = setup.stream.batch_at(step)
-    params = setup.for_decoding(state.params)
+    act, rehearser = setup.cast.players(state)
     trajectories = rollout(
-        setup.sampler, params, tasks, attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
+        act.sampler, act.params, tasks, rehearser=rehearser,
+        attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
         prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
         temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
         group_offset=step * len(tasks), progress=writer.progress if writer else None,
     )  # fmt: skip
     choose.check_masked(trajectories, config.reward.most_masked)
-    setup.sampler.reset()  # the caches make room for the train step
-    del params
+    if isinstance(setup.responder, players.Simulator):
+        setup.responder.count(trajectories)
+    setup.cast.reset()  # the caches make room for the train step
+    del act, rehearser
     sampled = time.time()
     grpo = config.grpo
     advantages, advantage_stats = role_advantages(
         trajectories, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
     )
-    batch, batch_stats = _batch(setup, trajectories, advantages, config.batch.row_buckets)
-    state, stats = _update(setup, state, batch, batch_stats)
-    metrics = {name: float(value) for name, value in jax.device_get(stats).items()}
-    metrics |= advantage_stats | {f"batch_{name}": value for name, value in batch_stats.items()}
-    metrics |= {f"judge_{name}": float(count) for name, count in dict(getattr(setup.reward, "counts", {})).items()}
+    state, metrics = learn(setup, state, trajectories, advantages)
+    metrics |= advantage_stats | players.frozen_stats(setup.cast)
+    for asked, model in (("judge", setup.reward), ("external", setup.responder)):
+        metrics |= {f"{asked}_{name}": float(count) for name, count in dict(getattr(model, "counts", {})).items()}
     metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}
     return state, metrics, trajectories
+
+
+def learn(
+    setup: Setup, state: State, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray]
+) -> tuple[State, Metrics]:
+    """One optimizer step of everything that is trained, each on the tokens of its own roles. The state is donated."""
+    batch_stats: list[Metrics] = []
+    stats: dict[str, Any] = {}
+    for name, roles in setup.cast.learners.items():
+        own = players.of_roles(trajectories, advantages, roles)
+        batch, counts = _batch(setup, *own, setup.config.batch.row_buckets)
+        new, stats[name] = _update(setup, players.part(state, name), batch, counts)
+        state = players.with_part(state, name, new)
+        batch_stats.append(counts)
+    plain = {name: {key: float(value) for key, value in own.items()} for name, own in jax.device_get(stats).items()}
+    counts = players.joined_batch_stats(batch_stats)
+    return state, players.joined_stats(plain) | {f"batch_{name}": value for name, value in counts.items()}
 
 
 def _batch(
@@ -207,7 +230,7 @@ def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Met
         return setup.train_step(state, device_batch, reference, counts)
 
 
-def compile_all(setup: Setup, state: TrainState, writer: MetricsWriter | None = None) -> TrainState:
+def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None) -> State:
     """The warm-up: compiles all that `iterate` needs for the shapes of the configuration; the state stays as it was.
 
     Without `batch.row_buckets` the numbers of rows are not known, and the train step is left to the first steps.
@@ -217,10 +240,12 @@ def compile_all(setup: Setup, state: TrainState, writer: MetricsWriter | None = 
     def update(state: TrainState, rows: int) -> TrainState:
         return _update(setup, state, *_batch(setup, [], [], (rows,)))[0]
 
-    return warm_up(
-        state, sampler=setup.sampler, for_decoding=setup.for_decoding, update=update,
+    name = next(iter(setup.cast.learners))  # the train step of one is that of all
+    warm = warm_up(
+        players.part(state, name), players=lambda: setup.cast.to_compile(state), update=update,
         row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
     )  # fmt: skip
+    return players.with_part(state, name, warm)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Metrics:
@@ -247,7 +272,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 
 def build(
     config: RunConfig, mesh: Mesh, reward: Reward | None = None, inputs: Inputs | None = None
-) -> tuple[Setup, TrainState]:
+) -> tuple[Setup, State]:
     """Loads the model and makes the compiled steps.
 
     `reward` scores user turns, by program checks if it is None; `inputs` are read now if they were not before.
@@ -256,26 +281,29 @@ def build(
     inputs = read_inputs(config, reward) if inputs is None else inputs
     chat = load_tokenizer(inputs.folder)
     model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
-    policy = qwen.make_policy(
-        model, mesh=mesh, compute_dtype=config.model.compute_dtype, unroll=config.model.unroll, remat=config.model.remat
-    )
+    policy = parts.make_policy(config, model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     optimizer = _optimizer(config)
     step_config = _step_config(config, chat.vocab_size, sharding.axis_size(mesh, sharding.BATCH_AXES))
-    prompts, limits = _prompts(config, chat), _limits(config)
+    prompts, limits = parts.make_prompts(config, chat), parts.make_limits(config)
     setup = Setup(
         config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
-        sampler=_sampler(config, policy, chat, mesh),
-        responder=Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment),
+        cast=parts.make_cast(config, policy, model, chat, mesh, inputs.frozen),
+        responder=_responder(config),
         reward=reward,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         heldout=inputs.heldout, unseen=inputs.unseen,
         train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
         score_step=make_score_step(policy, step_config, mesh),
         reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
-        for_decoding=policy.for_decoding,
     )  # fmt: skip
-    return setup, init_train_state(params, optimizer, mesh, shardings)
+    return setup, players.begin(setup.cast.kind, params, lambda own: init_train_state(own, optimizer, mesh, shardings))
+
+
+def _responder(config: RunConfig) -> Rehearsed | Real:
+    if config.rollout.responder == "external":
+        return players.Simulator()
+    return Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment)
 
 
 def _optimizer(config: RunConfig) -> Any:
@@ -303,35 +331,14 @@ def _step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepCo
     )  # fmt: skip
 
 
-def _sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sampler:
-    chosen = config.sampler
-    return Sampler(
-        policy, slots=chosen.slots, max_length=chosen.max_length,
-        buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
-        vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
-        decode_chunk=chosen.decode_chunk, cache_rows=chosen.cache_rows or None, refill_share=chosen.refill_share,
-    )  # fmt: skip
-
-
-def _prompts(config: RunConfig, chat: Any) -> Prompts:
-    chosen = config.prompts
-    return Prompts(
-        chat, style=chosen.style, thinking=chosen.thinking, max_act_prompt=chosen.max_act_prompt,
-        max_rehearse_prompt=chosen.max_rehearse_prompt, reference_examples=chosen.reference_examples,
-    )  # fmt: skip
-
-
-def _limits(config: RunConfig) -> Limits:
-    return Limits(**dataclasses.asdict(config.limits))
-
-
 # --- evaluation, checkpoints, summary ---
 
 
-def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) -> dict[str, Any]:
+def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> dict[str, Any]:
     """All evaluations of the configuration at one step, as plain numbers; they are written to the metrics too."""
     config, wanted = setup.config, setup.config.evaluation
-    params = setup.for_decoding(params)
+    act, rehearser = setup.cast.players(state)
+    rehearser = rehearser or act
     started = time.time()
     values: Metrics = {}
     masked = 0
@@ -340,7 +347,7 @@ def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) ->
             if not tasks or (suffix and not wanted.greedy):
                 continue
             result = evaluate.success(
-                setup.sampler, params, tasks, reward=setup.reward, prompts=setup.prompts, limits=setup.limits,
+                act.sampler, act.params, tasks, reward=setup.reward, prompts=setup.prompts, limits=setup.limits,
                 samples=samples, temperature=temperature, top_p=wanted.top_p if temperature else 1.0,
                 seed=config.seed, progress=writer.progress,
             )  # fmt: skip
@@ -351,10 +358,11 @@ def _evaluate(setup: Setup, params: Params, step: int, writer: MetricsWriter) ->
     for name, examples in (("fidelity", True), ("fidelity_without_examples", False)):
         if calls:
             values[name] = evaluate.fidelity(
-                setup.sampler, params, calls, prompts=setup.prompts, max_tokens=config.limits.rehearse_response,
-                temperature=wanted.temperature, seed=config.seed, reference_examples=examples,
+                rehearser.sampler, rehearser.params, calls, prompts=setup.prompts,
+                max_tokens=config.limits.rehearse_response, temperature=wanted.temperature, seed=config.seed,
+                reference_examples=examples,
             )  # fmt: skip
-    setup.sampler.reset()
+    setup.cast.reset()
     if values:
         values["masked"] = float(masked)
         writer.write(step, {f"eval_{name}": value for name, value in values.items()})
@@ -378,8 +386,10 @@ def summarise(config: RunConfig, progress: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for name in first:
         summary[f"{name}_before"], summary[f"{name}_after"] = first[name], last.get(name)
+    asked = progress.get("external", {})
     return summary | {
         "real_env_calls_in_training": progress["env_calls"],
+        "external_tokens": asked.get("prompt_tokens", 0) + asked.get("completion_tokens", 0),
         "steps": config.steps,
         "seed": config.seed,
         "seconds": progress["seconds"],

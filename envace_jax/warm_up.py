@@ -15,15 +15,14 @@ import jax
 
 from envace_jax.metrics import MetricsWriter
 from envace_jax.progress import duration
-from envace_jax.sampling import Sampler
-from envace_jax.types import Params, TrainState
+from envace_jax.rollout import Player
+from envace_jax.types import TrainState
 
 
 def warm_up(
     state: TrainState,
     *,
-    sampler: Sampler,
-    for_decoding: Callable[[Params], Params],
+    players: Callable[[], Sequence[Player]],
     update: Callable[[TrainState, int], TrainState],
     row_shapes: Sequence[int],
     writer: MetricsWriter | None = None,
@@ -32,13 +31,14 @@ def warm_up(
 
     Args:
       state: taken over, as by a train step.
-      sampler: whatever it runs is dropped.
-      for_decoding: what an iteration makes of parameters before it samples.
+      players: gives each sampler that has programs of its own, with parameters as an iteration hands them to it.
+        Whatever the samplers run is dropped.
       update: an iteration's update with a batch of so many rows that trains no token.
       row_shapes: the numbers of rows that batches may have.
       writer: shows which program is being compiled.
     """
-    began, done, total = time.time(), 0, sampler.buckets.compile_bound() + len(row_shapes)
+    began, done, samplers = time.time(), 0, players()
+    total = sum(player.sampler.buckets.compile_bound() for player in samplers) + len(row_shapes)
 
     def tell(name: str) -> None:
         nonlocal done
@@ -48,7 +48,9 @@ def warm_up(
 
     if writer is not None:
         writer.note(f"warm-up: {total} programs to compile")
-    sampler.warm_up(for_decoding(state.params), tell)
+    for player in samplers:
+        player.sampler.warm_up(player.params, tell)
+    del samplers, player  # the parameters make room
     # A batch without tokens moves nothing but the count of batches, which the update donates with the rest.
     step = jax.device_get(state.step)
     for rows in row_shapes:

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 
 from envace_jax import config as configuration
+from envace_jax import config_checks
 from envace_jax.config import ConfigError, RunConfig, differing_keys
 from envace_jax.metrics import METRICS_FILE, TENSORBOARD_FOLDER, TRAJECTORIES_FILE, last_step, write_json_atomic
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"  # the trained policy
+MODEL_REHEARSE = "model_rehearse"  # what plays REHEARSE where that is trained apart
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
 OUR_GROUPS = ("model", "data", "sampler", "checkpoint")  # by which a run's config.json is known from a model's
@@ -82,6 +84,9 @@ def check_continued(
             f"model.path: {', '.join(changed)} of {config.model.path} {'is' if len(changed) == 1 else 'are'} not as "
             f"when {otherwise}"
         )
+    if before.get("frozen") != fingerprints.get("frozen"):
+        setting, path = config_checks.cast(config)[1:]
+        problems.append(f"{setting}: files of {path} are not as when {otherwise}")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -124,11 +129,11 @@ def _other_settings(workdir: Path, different: list[str]) -> ConfigError:
 
 def _check_base(workdir: Path, config: RunConfig) -> None:
     """Raises ConfigError where the run would write over the model that it starts from."""
-    base, target = Path(configuration.model_path(config.model.path)).resolve(), (workdir / MODEL).resolve()
-    if base == workdir.resolve() or target in (base, *base.parents):
-        raise ConfigError(
-            f"model.path: {config.model.path} lies where this run writes its own; choose another --workdir"
-        )
+    for setting, path in (("model.path", config.model.path), config_checks.cast(config)[1:]):
+        base = Path(configuration.model_path(path, setting)).resolve()
+        targets = [(workdir / name).resolve() for name in (MODEL, MODEL_REHEARSE)]
+        if path and (base == workdir.resolve() or any(target in (base, *base.parents) for target in targets)):
+            raise ConfigError(f"{setting}: {path} lies where this run writes its own; choose another --workdir")
 
 
 def _check_no_results(workdir: Path, saved: Mapping[str, Any] | None, different: list[str]) -> None:
@@ -157,9 +162,9 @@ def _check_places(workdir: Path, continued: bool) -> None:
     for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
         if (workdir / name).is_file():
             raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
-    target = workdir / MODEL
-    # The summary is written before the model, so a model without one is somebody else's.
-    ours = continued and (workdir / SUMMARY_FILE).is_file() and (target / "config.json").is_file()
-    empty = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not empty and not ours:
-        raise ConfigError(f"{target}: not a model that this run wrote; move it away or choose another --workdir")
+    for target in (workdir / MODEL, workdir / MODEL_REHEARSE):
+        # The summary is written before the models, so a model without one is somebody else's.
+        ours = continued and (workdir / SUMMARY_FILE).is_file() and (target / "config.json").is_file()
+        empty = target.is_dir() and not any(target.iterdir())
+        if target.exists() and not empty and not ours:
+            raise ConfigError(f"{target}: not a model that this run wrote; move it away or choose another --workdir")

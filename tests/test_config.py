@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from envace_jax import batching, config, grpo, inputs, main, train, train_step
+from envace_jax import batching, config, grpo, inputs, main, players, train, train_step
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -192,6 +192,20 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"data__count": 0}, "data.count: the tiny world generates its tasks"),
         ({"data__split": "heldout"}, "data.split: training on the held-out tasks leaves nothing to evaluate on"),
         ({"model__path": ""}, "model.path: empty; give a checkpoint folder, a hub id"),
+        (
+            {"rollout__players": "frozen_rehearse", "rollout__responder": "real"},
+            "rollout.players: frozen_rehearse says who rehearses, which rollout.responder=real leaves to others",
+        ),
+        (
+            {"rollout__players": "separate", "rollout__responder": "external", "external__checkpoint": "a"},
+            "rollout.players: separate says who rehearses, which rollout.responder=external leaves to others",
+        ),
+        (
+            {"rollout__players": "separate", "rollout__frozen_checkpoint": "a"},
+            "rollout.frozen_checkpoint: nobody plays it with rollout.players=separate",
+        ),
+        ({"external__checkpoint": "a"}, "external.checkpoint: nobody asks it with rollout.responder=rehearsed"),
+        ({"rollout__responder": "external"}, "external.checkpoint: empty; give the folder or hub id"),
     ],
 )
 def test_impossible_settings_are_errors(changes: dict[str, typing.Any], expected: str) -> None:
@@ -209,6 +223,7 @@ def test_choices_are_those_of_the_modules_that_use_them() -> None:
     assert set(typing.get_args(hints["old_logprobs"])) == set(train_step.OLD_LOGPROBS)
     assert set(typing.get_args(typing.get_type_hints(config.OptimizerConfig)["schedule"])) == set(train_step.SCHEDULES)
     assert set(typing.get_args(typing.get_type_hints(config.BatchConfig)["layout"])) == set(batching.LAYOUTS)
+    assert set(typing.get_args(typing.get_type_hints(config.RolloutConfig)["players"])) == set(players.LEARNERS)
 
 
 def test_asset_paths() -> None:

@@ -13,6 +13,7 @@ from envace_jax import train
 from envace_jax.buckets import Buckets
 from envace_jax.compile_count import CompileCounter
 from envace_jax.metrics import MetricsWriter, read_json_lines
+from envace_jax.rollout import Player
 from envace_jax.sharding import make_mesh
 from envace_jax.types import TrainState
 from envace_jax.warm_up import warm_up
@@ -73,7 +74,7 @@ def test_progress_is_shown(tmp_path, stream):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.start(total=9, done=7, stream=stream)
         state = warm_up(
-            state, sampler=sampler, for_decoding=lambda params: params, row_shapes=(16, 32), writer=writer,
+            state, players=lambda: [Player(sampler, state.params)], row_shapes=(16, 32), writer=writer,
             update=lambda state, rows: dataclasses.replace(state, step=state.step + 1),
         )  # fmt: skip
     assert int(state.step) == 7 and state.step.dtype == jnp.int32

@@ -19,7 +19,7 @@ from envace_jax.config import RunConfig, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
 from envace_jax.metrics import MetricsWriter
-from envace_jax.types import Task, TrainState
+from envace_jax.types import Role, Task, TrainState
 
 NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
 
@@ -37,15 +37,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """The training run without a network: one parameter, to which every step adds 1. Returns what `run` returns."""
 
     def build(config: RunConfig, *_: Any) -> Any:
-        setup = SimpleNamespace(config=config, model=None, folder=Path("base"))
+        cast = SimpleNamespace(learners={"": tuple(Role)})
+        setup = SimpleNamespace(config=config, model=None, folder=Path("base"), cast=cast, responder=None)
         return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
 
     def iterate(setup: Any, state: TrainState, step: int, writer: Any) -> Any:
         stepped = TrainState(state.step + 1, {"w": state.params["w"] + 1}, ())
         return stepped, {"reward": 0.5, "sampled_tokens": 8.0}, []
 
-    def evaluate(setup: Any, params: Any, step: int, writer: Any) -> Any:
-        return {"step": step, "seconds": 0.0, "values": {"w": float(params["w"][0])}}
+    def evaluate(setup: Any, state: Any, step: int, writer: Any) -> Any:
+        return {"step": step, "seconds": 0.0, "values": {"w": float(state.params["w"][0])}}
 
     def save(path: Path, model: Any, params: Any, tokenizer_dir: Path) -> None:
         path.mkdir(exist_ok=True)

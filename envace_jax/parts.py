@@ -1,0 +1,67 @@
+"""The parts of a run that play, each made of its groups of settings: policy, sampler, cast, prompts, limits.
+
+`train.build` puts them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from envace_jax import config_checks, players
+from envace_jax.buckets import Buckets
+from envace_jax.config import RunConfig
+from envace_jax.episode import Limits
+from envace_jax.models import hf, qwen
+from envace_jax.players import Cast
+from envace_jax.roles import Prompts
+from envace_jax.sampling import Sampler
+from envace_jax.types import Policy
+
+
+def make_policy(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> Policy:
+    chosen = config.model
+    return qwen.make_policy(
+        model, mesh=mesh, compute_dtype=chosen.compute_dtype, unroll=chosen.unroll, remat=chosen.remat
+    )
+
+
+def make_sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sampler:
+    chosen = config.sampler
+    return Sampler(
+        policy, slots=chosen.slots, max_length=chosen.max_length,
+        buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
+        vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
+        decode_chunk=chosen.decode_chunk, cache_rows=chosen.cache_rows or None, refill_share=chosen.refill_share,
+    )  # fmt: skip
+
+
+def make_cast(
+    config: RunConfig, policy: Policy, model: qwen.QwenConfig, chat: Any, mesh: Mesh, frozen: Path | None
+) -> Cast:
+    """Who plays and learns which role; `frozen` is the folder of the checkpoint that plays one and is never trained."""
+    kind, sampler = config_checks.cast(config)[0], make_sampler(config, policy, chat, mesh)
+    if kind == "shared":
+        return Cast(kind, policy.for_decoding, sampler)
+    if frozen is None:
+        return Cast(kind, policy.for_decoding, sampler, players.twin(sampler))
+    other, params = hf.load(frozen, mesh, dtype=config.model.param_dtype)
+    own = policy if other == model else make_policy(config, other, mesh)
+    simulator = players.twin(sampler) if other == model else make_sampler(config, own, chat, mesh)
+    both = (simulator, sampler) if kind == "frozen_act" else (sampler, simulator)
+    return Cast(kind, policy.for_decoding, *both, own.for_decoding(params))
+
+
+def make_prompts(config: RunConfig, chat: Any) -> Prompts:
+    chosen = config.prompts
+    return Prompts(
+        chat, style=chosen.style, thinking=chosen.thinking, max_act_prompt=chosen.max_act_prompt,
+        max_rehearse_prompt=chosen.max_rehearse_prompt, reference_examples=chosen.reference_examples,
+    )  # fmt: skip
+
+
+def make_limits(config: RunConfig) -> Limits:
+    return Limits(**dataclasses.asdict(config.limits))
