@@ -169,6 +169,7 @@ def test_a_frozen_role_is_played_by_what_it_was_and_trains_nothing(steps, role):
 def test_programs_are_shared_and_the_warm_up_compiles_them_all(steps):
     step = steps["separate"]
     cast, count = step.setup.cast, step.compiled
+    assert players.same_programs(cast.sampler, cast.rehearse_sampler)
     assert 0 < count <= cast.sampler.buckets.compile_bound()
     train.iterate(step.setup, copied(step.state), 1)  # with parameters that an update gave
     assert cast.sampler.compile_count == cast.rehearse_sampler.compile_count == count
