@@ -68,10 +68,10 @@ def make_batch(
     """Lays the segments of all trajectories that did not fail out in rows of `row_length` tokens.
 
     Layouts: `"segment"` has a row per segment. `"merged"` has a row per stream: a segment whose prompt begins with
-    all tokens of the trajectory's previous segment in the same role continues that row. `"packed"` puts several
-    merged streams into one row, longest first, each into the first row with room. `"shared"` packs too, and streams
-    that begin alike (attempts at one task, results rehearsed from one history) have that beginning once, in the first
-    of them, and the others continue it (`last_readers`): a tree of streams. Longer rows hold more of a tree.
+    all tokens of the trajectory's previous segment in the same role, and goes on, continues that row. `"packed"` puts
+    several merged streams into one row, longest first, each into the first row with room. `"shared"` packs too, and
+    streams that begin alike (attempts at one task, results rehearsed from one history) have that beginning once, in the
+    first of them, and the others continue it (`last_readers`): a tree of streams. Longer rows hold more of a tree.
 
     Args:
       trajectories: may be empty, and all may have failed: then no token is trained.
@@ -176,9 +176,12 @@ def _streams(trajectory: Trajectory, values: np.ndarray, merge: bool) -> list[St
 
 
 def _continues(stream: Stream, segment: Segment) -> bool:
-    """Whether the prompt begins with every token of the stream: array comparison, nothing is decoded."""
+    """Whether the prompt is every token of the stream and more: array comparison, nothing is decoded.
+
+    Without the more, two segments would touch in a row, and could not be told apart there (`TrainBatch.loss_mask`).
+    """
     length = len(stream)
-    return len(segment.prompt_tokens) >= length and np.array_equal(segment.prompt_tokens[:length], stream.tokens)
+    return len(segment.prompt_tokens) > length and np.array_equal(segment.prompt_tokens[:length], stream.tokens)
 
 
 def _sampled(streams: list[Stream], role: Role) -> int:

@@ -136,12 +136,14 @@ class GrpoConfig:
     baseline: Literal["segment_mean", "trajectory_mean", "leave_one_out"] = "segment_mean"
     scale: Literal["none", "std"] = "none"
     singleton: Literal["raw", "zero"] = "raw"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0  # 0 turns it off
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"  # see docs/options.md; the others need old_logprobs = "sampler"
+    clip_low: float = 0.2  # gspo: 3e-4 in its paper; cispo: 1 is no lower bound
+    clip_high: float = 0.2  # gspo: 4e-4 in its paper; above clip_low it is DAPO's clip-higher (0.28 there)
+    dual_clip: float = 3.0  # 0 turns it off; cispo has none
     kl_coef: float = 0.0
     denominator: Literal["tokens", "role"] = "tokens"  # of the whole batch, or of each role
     old_logprobs: Literal["trainer", "sampler"] = "trainer"  # whose the ratio divides by
+    tis_cap: float = 0.0  # above 0: tokens weigh min(trainer's / sampler's probability, this); 2 is usual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,9 @@ AT_LEAST = {
         "seed data.seed data.count data.checklist reward.retries reward.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
-        "grpo.kl_coef grpo.dual_clip optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay "
-        "evaluation.every evaluation.heldout_tasks evaluation.unseen_tasks evaluation.fidelity_calls "
+        "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
+        "optimizer.weight_decay evaluation.every evaluation.heldout_tasks "
+        "evaluation.unseen_tasks evaluation.fidelity_calls "
         "logging.trajectories_per_step"
     ),
 }
@@ -169,8 +170,20 @@ def _learning(config: RunConfig) -> Iterator[str]:
             f"data.attempts: a group of 1 gives no signal with grpo.baseline={grpo.baseline} and grpo.singleton=zero; "
             "use at least 2 attempts"
         )
-    if grpo.clip_low >= 1:
+    if grpo.clip_low >= 1 and not (grpo.loss == "cispo" and grpo.clip_low == 1):
         yield f"grpo.clip_low: {grpo.clip_low} must be below 1 (the ratio is kept above 1 - clip_low)"
+    if grpo.loss != "ppo" and grpo.old_logprobs == "trainer":
+        yield (
+            f"grpo.loss: {grpo.loss} is ppo where every ratio is 1, and with grpo.old_logprobs=trainer every one is; "
+            "set that to sampler"
+        )
+    if 0 < grpo.tis_cap < 1:
+        yield f"grpo.tis_cap: {grpo.tis_cap} must be at least 1, or 0 to turn it off"
+    if grpo.tis_cap > 0 and grpo.old_logprobs == "sampler":
+        yield (
+            f"grpo.tis_cap: {grpo.tis_cap} corrects from sampler to trainer, which grpo.old_logprobs=sampler does in "
+            "the ratio already; set one of the two back"
+        )
     if config.batch.drop_zero_advantage and grpo.kl_coef > 0:
         yield (
             f"batch.drop_zero_advantage: with grpo.kl_coef={grpo.kl_coef} sequences without advantage have a loss too; "

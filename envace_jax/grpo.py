@@ -20,6 +20,7 @@ from envace_jax.types import Role, Trajectory
 ROLES = tuple(Role)
 SINGLETONS = ("raw", "zero")
 DENOMINATORS = ("tokens", "role")
+REWARD_TOLERANCE = 1e-6  # rewards of a group that lie closer together are alike
 # exp() of a larger difference of log-probabilities says nothing more and may overflow (verl clamps at the same value).
 MAX_LOG_RATIO = 20.0
 
@@ -75,7 +76,7 @@ def role_advantages(
     baseline: str = "segment_mean",
     scale: str = "none",
     singleton: str = "raw",
-    tolerance: float = 1e-6,
+    tolerance: float = REWARD_TOLERANCE,
 ) -> tuple[list[np.ndarray], dict[str, float]]:
     """Advantage of every segment against its own (group_id, role) group.
 
@@ -198,6 +199,66 @@ def low_variance_kl(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.exp(difference) - difference - 1.0
 
 
+class Clips(NamedTuple):
+    low: float = 0.2
+    high: float = 0.2  # above `low`: clip-higher (DAPO, arXiv:2503.14476)
+    dual: float = 3.0  # 0: none
+
+
+# (logprobs, old_logprobs, advantages f32[B, T], mask bool[B, T], clips) -> (loss of each token, ratio, whether a clip
+# changed it). Masked places hold 0, and what comes out there is not looked at. `policy_loss` does the rest.
+Surrogate = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Clips], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def clipped_ratio(
+    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, clips: Clips
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """PPO (arXiv:1707.06347; dual clip, arXiv:1912.09729): with r = exp(logprobs - old_logprobs) and advantage A,
+    max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A dual where A < 0. What is clipped has no gradient."""
+    return _clipped(_ratio(logprobs, old_logprobs), advantages, clips)
+
+
+def clipped_segment_ratio(
+    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, clips: Clips
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """GSPO (arXiv:2507.18071): PPO's loss with one ratio for a whole segment, the geometric mean of its tokens'.
+
+    A segment is a run of True in a row of the mask: `batching.make_batch` lets no two touch and cuts none. So a clip
+    keeps or drops segments, not tokens, and the ratio lies far nearer to 1: the paper clips at low 3e-4 and high 4e-4
+    (its section 5.1). Every token carries its segment's loss, so at ratio 1 the gradient is PPO's; the paper then
+    takes the mean over segments, here the denominators say how, as for every loss.
+    """
+    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean = run_means(jax.lax.stop_gradient(log_ratio), mask)
+    # The segment's ratio s at every token, but each with the gradient s through its own log-probability alone: over n
+    # tokens that is n times the gradient of s, as it should be for n tokens that each carry the loss of s.
+    return _clipped(jnp.exp(mean + (logprobs - jax.lax.stop_gradient(logprobs))), advantages, clips)
+
+
+def clipped_weight(
+    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, clips: Clips
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """CISPO (arXiv:2506.13585): -A sg(clip(r, 1 - low, 1 + high)) logprobs, sg being no gradient.
+
+    The importance weight is clipped and every token keeps its gradient. The paper has no lower bound (low 1) and tunes
+    the upper one; a bounded weight needs no dual clip.
+    """
+    ratio = jax.lax.stop_gradient(_ratio(logprobs, old_logprobs))
+    weight = jnp.clip(ratio, 1.0 - clips.low, 1.0 + clips.high)
+    return -advantages * weight * logprobs, ratio, weight != ratio
+
+
+LOSSES: Mapping[str, Surrogate] = {
+    "ppo": clipped_ratio,
+    "gspo": clipped_segment_ratio,
+    "cispo": clipped_weight,
+}
+
+# Losses that are sums over tokens, each from its own values alone: the train step forms them where it forms the logits.
+# Any other (one ratio for a segment, say) is given log-probabilities of whole rows.
+TOKENWISE = frozenset({"ppo", "cispo"})
+
+
 def policy_loss(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -205,56 +266,106 @@ def policy_loss(
     mask: jax.Array,
     role: jax.Array,
     ref_logprobs: jax.Array | None = None,
+    weights: jax.Array | None = None,
     *,
     denominators: Denominators,
+    loss: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
     kl_coef: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped policy-gradient loss (PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; clip-higher, arXiv:2503.14476).
+    """Policy-gradient loss: the sum over trained tokens of l / denominators.loss[role].
 
-    Per token, with r = exp(logprobs - old_logprobs) and advantage A,
-      l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0 (dual_clip 0: no limit),
-    plus kl_coef times `low_variance_kl`; the loss is the sum over trained tokens of l / denominators.loss[role].
+    l is `LOSSES[loss]` of the token, times its weight where there are weights (`truncated_weights`), plus kl_coef times
+    `low_variance_kl`.
 
     All arrays are [B, T]; mask is bool and role i32. What masked places hold, nan and inf included, reaches neither
     the loss nor a gradient. Summing the loss and the statistics over micro-batches (taking the maximum of those named
     `*_max`) gives the whole batch's: `ratio` (mean), `ratio_deviation_max` (max |r - 1|), `clip_fraction` (tokens
-    whose gradient a clip removed) and, with ref_logprobs, `kl` (mean).
+    whose gradient, or in CISPO weight, a clip changed) and, with ref_logprobs, `kl` (mean).
+    """
+    # Replaced *before* any arithmetic: where() after exp() would still send 0 * nan backwards.
+    logprobs, advantages = _masked(mask, logprobs), _masked(mask, advantages)
+    clips = Clips(clip_low, clip_high, dual_clip)
+    per_token, ratio, was_clipped = LOSSES[loss](logprobs, _masked(mask, old_logprobs), advantages, mask, clips)
+    stats = {
+        "ratio": jnp.sum(_masked(mask, ratio)) / denominators.tokens,
+        "ratio_deviation_max": jnp.max(_masked(mask, jnp.abs(ratio - 1.0)), initial=0.0),
+        "clip_fraction": jnp.sum(mask & was_clipped) / denominators.tokens,
+    }
+    if weights is not None:
+        per_token *= weights
+    if ref_logprobs is not None:
+        kl = low_variance_kl(logprobs, _masked(mask, ref_logprobs))
+        stats["kl"] = jnp.sum(_masked(mask, kl)) / denominators.tokens
+        per_token += kl_coef * kl
+    weight = 1.0 / denominators.loss[jnp.where(mask, role, 0)]
+    total = jnp.sum(jnp.where(mask, per_token * weight, 0.0))
+    return total, {name: jax.lax.stop_gradient(value) for name, value in stats.items()}
+
+
+def truncated_weights(
+    trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, *, cap: float, tokens: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Truncated importance weights min(exp(trainer - sampler), cap), without a gradient; 0 where not `mask`.
+
+    They correct for a sampler that is not quite the trainer's function (other kernels, other precision) where the loss
+    itself divides by the trainer's own log-probabilities. Arrays are [B, T]; tokens f32[] is what means divide by.
+
+    Returns:
+      The weights f32[B, T], and statistics of exp(trainer - sampler): `mismatch` (mean), `mismatch_max`, and
+      `mismatch_truncated` (share of tokens above the cap).
+    """
+    trainer = _masked(mask, jax.lax.stop_gradient(trainer_logprobs))
+    ratio = _masked(mask, _ratio(trainer, _masked(mask, sampler_logprobs)))
+    stats = {
+        "mismatch": jnp.sum(ratio) / tokens,
+        "mismatch_max": jnp.max(ratio, initial=0.0),
+        "mismatch_truncated": jnp.sum(ratio > cap) / tokens,
+    }
+    return jnp.minimum(ratio, cap), stats
+
+
+def run_means(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """f32[B, T]: at each place of a run of True in a row of mask bool[B, T] the mean of the run's values; else 0.
+
+    Scans along T: rows stay on their devices, and nothing is added up in an order that varies from call to call.
     """
 
-    def masked(values: jax.Array) -> jax.Array:
-        return jnp.where(mask, values.astype(jnp.float32), 0.0)
+    def since(first: jax.Array, numbers: jax.Array, reverse: bool = False) -> jax.Array:
+        """Running sums that begin anew at every `first`."""
 
-    # Replaced *before* any arithmetic: where() after exp() would still send 0 * nan backwards.
-    logprobs, advantages = masked(logprobs), masked(advantages)
-    ratio = jnp.exp(jnp.clip(logprobs - masked(old_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        def join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
+
+        return jax.lax.associative_scan(join, (numbers, first), reverse=reverse, axis=1)[0]
+
+    around = jnp.pad(mask, ((0, 0), (1, 1)))
+    first, last = mask & ~around[:, :-2], mask & ~around[:, 2:]
+    total, count = since(first, _masked(mask, values)), since(first, _masked(mask, mask))
+    mean = jnp.where(last, total / jnp.maximum(count, 1.0), 0.0)
+    return jnp.where(mask, since(last, mean, reverse=True), 0.0)
+
+
+def _masked(mask: jax.Array, values: jax.Array) -> jax.Array:
+    """The values in float32 where `mask`, else 0."""
+    return jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+
+def _ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
+    return jnp.exp(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _clipped(ratio: jax.Array, advantages: jax.Array, clips: Clips) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """PPO's clipped surrogate of a ratio: (loss, ratio, whether a clip removed the gradient)."""
     unclipped = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * jnp.clip(ratio, 1.0 - clips.low, 1.0 + clips.high)
     per_token = jnp.maximum(unclipped, clipped)
     was_clipped = clipped > unclipped
-    if dual_clip:
-        limit = -advantages * dual_clip
+    if clips.dual:
+        limit = -advantages * clips.dual
         beyond = (advantages < 0.0) & (per_token > limit)
         per_token = jnp.where(beyond, limit, per_token)
         was_clipped |= beyond
-    stats = {
-        "ratio": jnp.sum(masked(ratio)) / denominators.tokens,
-        "ratio_deviation_max": jnp.max(masked(jnp.abs(ratio - 1.0)), initial=0.0),
-        "clip_fraction": jnp.sum(mask & was_clipped) / denominators.tokens,
-    }
-    if ref_logprobs is not None:
-        kl = low_variance_kl(logprobs, masked(ref_logprobs))
-        stats["kl"] = jnp.sum(masked(kl)) / denominators.tokens
-        per_token += kl_coef * kl
-    weight = 1.0 / denominators.loss[jnp.where(mask, role, 0)]
-    loss = jnp.sum(jnp.where(mask, per_token * weight, 0.0))
-    return loss, {name: jax.lax.stop_gradient(value) for name, value in stats.items()}
-
-
-LOSSES: Mapping[str, Callable[..., tuple[jax.Array, dict[str, jax.Array]]]] = {"ppo": policy_loss}
-
-# Losses that are sums over tokens, each from its own values alone: the train step forms them where it forms the logits.
-# Any other (one ratio for a sequence, say) is given log-probabilities of whole rows.
-TOKENWISE = frozenset({"ppo"})
+    return per_token, ratio, was_clipped

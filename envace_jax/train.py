@@ -326,8 +326,8 @@ def _step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepCo
     return TrainStepConfig(
         vocab_limit=vocabulary, temperature=config.sampler.temperature,
         micro_batch_rows=config.batch.micro_batch_rows * shards, logprob_chunk=config.batch.logprob_chunk,
-        old_logprobs=grpo.old_logprobs, clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip,
-        kl_coef=grpo.kl_coef, denominator=grpo.denominator,
+        old_logprobs=grpo.old_logprobs, loss=grpo.loss, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
+        dual_clip=grpo.dual_clip, kl_coef=grpo.kl_coef, denominator=grpo.denominator, tis_cap=grpo.tis_cap,
     )  # fmt: skip
 
 

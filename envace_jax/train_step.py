@@ -30,6 +30,8 @@ from envace_jax.grpo import (
     check_name,
     count_denominators,
     count_role_tokens,
+    policy_loss,
+    truncated_weights,
 )
 from envace_jax.logprobs import token_logprobs
 from envace_jax.micro_batches import join, split
@@ -47,6 +49,9 @@ class TrainStepConfig:
     old_logprobs: `"trainer"` divides by the policy's own log-probabilities before this update, without a gradient.
     With one update per batch that is what recomputing them first would give, at no cost, and every ratio is 1.
     `"sampler"` divides by `batch.old_logprobs`.
+    loss: gspo and cispo are ppo's gradient where every ratio is 1, so they mean something with `"sampler"` alone.
+    tis_cap: above 0 a token's loss is weighted by `truncated_weights`. The weight is `"trainer"` over sampler; with
+    `"sampler"` the ratio holds that already.
     """
 
     vocab_limit: int | None = None  # ids at or above it have probability 0 (the tokenizer's length)
@@ -60,6 +65,7 @@ class TrainStepConfig:
     dual_clip: float = 3.0  # 0 turns it off
     kl_coef: float = 0.0  # above 0 the step needs ref_logprobs
     denominator: str = "tokens"
+    tis_cap: float = 0.0  # 0 turns it off
 
     def __post_init__(self) -> None:
         check_name("loss", self.loss, LOSSES)
@@ -67,8 +73,17 @@ class TrainStepConfig:
         check_name("denominator", self.denominator, DENOMINATORS)
         if self.micro_batch_rows < 1:
             raise ValueError(f"micro_batch_rows must be at least 1, not {self.micro_batch_rows}")
-        if not 0.0 <= self.clip_low < 1.0 or self.clip_high < 0.0:
-            raise ValueError(f"clip_low {self.clip_low} must be in [0, 1) and clip_high {self.clip_high} at least 0")
+        bounded = self.clip_low < 1.0 or (self.loss == "cispo" and self.clip_low == 1.0)
+        if self.clip_low < 0.0 or not bounded or self.clip_high < 0.0:
+            raise ValueError(
+                f"clip_low {self.clip_low} must be in [0, 1) (1 too where loss is 'cispo') and clip_high "
+                f"{self.clip_high} at least 0"
+            )
+        if self.tis_cap and (self.tis_cap < 1.0 or self.old_logprobs != "trainer"):
+            raise ValueError(
+                "tis_cap must be at least 1, or 0 to turn it off, and needs old_logprobs='trainer'; not "
+                f"{self.tis_cap} with {self.old_logprobs!r}"
+            )
         if self.dual_clip and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip must be above 1, or 0 to turn it off, not {self.dual_clip}")
         if self.kl_coef < 0.0:
@@ -180,14 +195,19 @@ def _token_loss(
 ) -> tuple[jax.Array, Stats]:
     """Loss and statistics of tokens in any arrangement: logprobs f32, mask bool and each of the inputs in one shape."""
     sampled = inputs["old_logprobs"]
-    loss, stats = LOSSES[config.loss](
+    weights, mismatch = None, Stats()
+    if config.tis_cap:
+        weights, mismatch = truncated_weights(logprobs, sampled, mask, cap=config.tis_cap, tokens=denominators.tokens)
+    loss, stats = policy_loss(
         logprobs,
         lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else sampled,
         inputs["advantages"],
         mask,
         inputs["role"],
         inputs["ref_logprobs"],
+        weights,
         denominators=denominators,
+        loss=config.loss,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
@@ -196,7 +216,7 @@ def _token_loss(
     difference = jnp.where(mask, jnp.abs(lax.stop_gradient(logprobs) - sampled), 0.0)
     stats["logprob_diff"] = jnp.sum(difference) / denominators.tokens
     stats["logprob_diff_max"] = jnp.max(difference, initial=0.0)
-    return loss, stats
+    return loss, stats | mismatch
 
 
 def _loss(

@@ -145,7 +145,7 @@ class TrainBatch:
     tokens: jax.Array  # i32[B, T]
     positions: jax.Array  # i32[B, T], restart at 0 in every packed sequence
     sequence_ids: jax.Array  # i32[B, T], 1, 2, ... within a row; 0 is padding
-    loss_mask: jax.Array  # bool[B, T]
+    loss_mask: jax.Array  # bool[B, T]; each run of True is one whole segment
     advantages: jax.Array  # f32[B, T]
     old_logprobs: jax.Array  # f32[B, T], the sampler's; 0 where loss_mask is False
     role: jax.Array  # i32[B, T], a Role where loss_mask is True
