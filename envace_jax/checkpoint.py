@@ -56,13 +56,14 @@ class Checkpoints:
         before is raised here. Raises ValueError when `extra` does not survive JSON unchanged (a tuple, a NaN, an int as
         a key), CheckpointError when the step is already there.
         """
-        if json.loads(json.dumps(extra, allow_nan=False)) != extra:
+        kept = json.loads(json.dumps(extra, allow_nan=False))  # written later, when the caller may have changed its own
+        if kept != extra:
             raise ValueError(
                 "checkpoint: `extra` must be plain JSON (lists, string keys) so that it reads back unchanged"
             )
         if step in self.steps():
             raise CheckpointError(f"{self.folder}: step {step} is there already")
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(kept))
         if not self._manager.save(step, args=items, force=True):
             raise CheckpointError(f"{self.folder}: step {step} was not saved")
 

@@ -82,6 +82,19 @@ def test_the_newest_readable_extra_is_read_without_the_state(open_checkpoints: O
     assert open_checkpoints().latest_extra() == EXTRA | {"seed": 1}
 
 
+def test_the_extra_may_be_changed_right_after_saving(open_checkpoints: Open) -> None:
+    """It is written in the background, and the run goes on with the same lists and objects."""
+    checkpoints, extra = open_checkpoints(keep=8), {"record": {"task": [4.0, 1.0]}, "step": 0}
+    for step in range(1, 9):
+        extra["step"], extra["record"]["task"] = step, [float(step), 1.0]
+        checkpoints.save(step, make_state(step), extra)
+    extra["step"] = 9
+    checkpoints.wait()
+    for step in range(8, 0, -1):
+        assert checkpoints.latest_extra() == {"record": {"task": [float(step), 1.0]}, "step": step}
+        shutil.rmtree(checkpoints.folder / str(step) / "extra")
+
+
 def test_restores_onto_shapes_alone(open_checkpoints: Open) -> None:
     first = open_checkpoints()
     first.save(1, make_state(1), EXTRA)
