@@ -61,6 +61,11 @@ class DataConfig:
     seed: int = 0  # of the generated tasks and of the order in which tasks are drawn
     tasks_per_step: int = 16
     attempts: int = 4  # trajectories per task: the size of a GRPO group
+    sampling: Literal["uniform", "success"] = "uniform"  # "success": tasks solved about half the time more often
+    # Train only on groups whose attempts were not all rewarded alike, and attempt further tasks in place of the others,
+    # in at most so many further rollouts of a step. (batch.drop_zero_advantage saves work and changes no update.)
+    filter_zero_variance: bool = False
+    extra_rollouts: int = 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ AT_LEAST = {
         "evaluation.samples checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
     ),
     0: (
-        "seed data.seed data.count data.checklist reward.retries reward.temperature "
+        "seed data.seed data.count data.checklist data.extra_rollouts reward.retries reward.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
@@ -170,6 +170,8 @@ def _learning(config: RunConfig) -> Iterator[str]:
             f"data.attempts: a group of 1 gives no signal with grpo.baseline={grpo.baseline} and grpo.singleton=zero; "
             "use at least 2 attempts"
         )
+    if config.data.attempts == 1 and config.data.filter_zero_variance:
+        yield "data.filter_zero_variance: a group of 1 attempt never varies; use at least 2 data.attempts"
     if grpo.clip_low >= 1 and not (grpo.loss == "cispo" and grpo.clip_low == 1):
         yield f"grpo.clip_low: {grpo.clip_low} must be below 1 (the ratio is kept above 1 - clip_low)"
     if grpo.loss != "ppo" and grpo.old_logprobs == "trainer":

@@ -12,6 +12,7 @@ import codecs
 import collections
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import re
@@ -75,15 +76,15 @@ class TaskStream:
         """The `batch_size` tasks of a step (0, 1, 2, ...)."""
         if step < 0:
             raise ValueError(f"a step is at least 0, not {step}")
-        first = step * self.batch_size
-        orders: dict[int, np.ndarray] = {}
-        batch = []
-        for position in range(first, first + self.batch_size):
-            epoch, place = divmod(position, len(self.tasks))
-            if epoch not in orders:
-                orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(len(self.tasks))
-            batch.append(self.tasks[orders[epoch][place]])
-        return batch
+        return list(itertools.islice(self.tasks_from(step * self.batch_size), self.batch_size))
+
+    def tasks_from(self, position: int) -> Iterator[Task]:
+        """The tasks after the first `position` ones, without end."""
+        first, place = divmod(position, len(self.tasks))
+        for epoch in itertools.count(first):
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.tasks))
+            yield from (self.tasks[number] for number in order[place:])
+            place = 0
 
 
 def read_tasks(source: str | os.PathLike[str], variant: int = 0, on_bad: OnBad = "stop") -> list[Task]:

@@ -1,8 +1,8 @@
 """The training run: a straight loop of rollout, score, advantages, batch, step; then log, evaluate and save.
 
 `run` is the whole of it and restarts where its newest checkpoint left off. Everything that an iteration computes is a
-function of the configuration, the step number and the parameters, so that a resumed run repeats an unbroken one bit by
-bit. It knows every other module; no module knows it.
+function of the configuration, the step number, the parameters and of what was drawn (`Drawn`, kept in the checkpoint),
+so that a resumed run repeats an unbroken one bit by bit. It knows every other module; no module knows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, parts, players, sharding, workfolder
+from envace_jax import envs, evaluate, parts, players, sharding, task_sampling, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes
 from envace_jax.chat import load_tokenizer
@@ -40,6 +40,7 @@ from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import rollout
+from envace_jax.task_sampling import Drawn, Gathered
 from envace_jax.train_step import (
     TrainStepConfig,
     init_train_state,
@@ -131,11 +132,12 @@ def _train(
     config, first, compiled = setup.config, progress["step"], CompileCounter()
     asked = getattr(setup.responder, "counts", {})  # of another model
     asked.update(progress.get("external", {}))  # what a run that this one continues asked of it
+    drawn = Drawn(progress.get("tasks_seen", 0), dict(progress.get("task_record", {})))
     if first == 0:
         progress["evaluations"].append(_evaluate(setup, state, 0, writer))
     for step in range(first, config.steps):
         started, executed = time.time(), envs.execution_count()
-        state, metrics, trajectories = iterate(setup, state, step, writer)
+        state, metrics, trajectories = iterate(setup, state, step, writer, drawn)
         done, seconds = step + 1, time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
@@ -147,7 +149,8 @@ def _train(
         progress |= {
             "step": done,
             "policy_version": done,
-            "tasks_seen": done * config.data.tasks_per_step,
+            "tasks_seen": drawn.taken,
+            "task_record": drawn.record,
             "external": dict(asked),
             "seconds": time.time() - began,
         }
@@ -160,35 +163,48 @@ def _train(
 
 
 def iterate(
-    setup: Setup, state: State, step: int, writer: MetricsWriter | None = None
+    setup: Setup, state: State, step: int, writer: MetricsWriter | None = None, drawn: Drawn | None = None
 ) -> tuple[State, Metrics, list[Trajectory]]:
-    """One step of role-wise GRPO from data to updated parameters."""
-    config = setup.config
-    tasks = setup.stream.batch_at(step)
-    act, rehearser = setup.cast.players(state)
-    trajectories = rollout(
-        act.sampler, act.params, tasks, rehearser=rehearser,
-        attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
-        prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
-        temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
-        group_offset=step * len(tasks), progress=writer.progress if writer else None,
-    )  # fmt: skip
-    choose.check_masked(trajectories, config.reward.most_masked)
+    """One step of role-wise GRPO from data to updated parameters: the new state, metrics, and the tasks' trajectories.
+
+    `drawn` is what the steps before drew, and is brought up to date; by default that of a run whose options need none.
+    """
+    config, grpo = setup.config, setup.config.grpo
+    drawn = Drawn(step * config.data.tasks_per_step) if drawn is None else drawn
+    gathered = _sample(setup, state, step, writer, drawn)
+    choose.check_masked(gathered.trajectories, config.reward.most_masked)
     if isinstance(setup.responder, players.Simulator):
-        setup.responder.count(trajectories)
+        setup.responder.count(gathered.trajectories)
     setup.cast.reset()  # the caches make room for the train step
-    del act, rehearser
     sampled = time.time()
-    grpo = config.grpo
     advantages, advantage_stats = role_advantages(
-        trajectories, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
+        gathered.trained, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
     )
-    state, metrics = learn(setup, state, trajectories, advantages)
+    state, metrics = learn(setup, state, gathered.trained, advantages)
     metrics |= advantage_stats | players.frozen_stats(setup.cast)
     for asked, model in (("judge", setup.reward), ("external", setup.responder)):
         metrics |= {f"{asked}_{name}": float(count) for name, count in dict(getattr(model, "counts", {})).items()}
-    metrics |= rollout_metrics(trajectories, tasks) | {"train_seconds": time.time() - sampled}
-    return state, metrics, trajectories
+    metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
+    if config.data.filter_zero_variance:
+        metrics |= gathered.metrics(config.data.attempts)
+    return state, metrics | {"train_seconds": time.time() - sampled}, list(gathered.trajectories)
+
+
+def _sample(setup: Setup, state: State, step: int, writer: MetricsWriter | None, drawn: Drawn) -> Gathered:
+    """The step's attempts at tasks. Decoding's parameters end with it."""
+    config = setup.config
+    act, rehearser = setup.cast.players(state)
+
+    def play(tasks: Sequence[Task], group_offset: int) -> list[Trajectory]:
+        return rollout(
+            act.sampler, act.params, tasks, rehearser=rehearser,
+            attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
+            prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
+            temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
+            group_offset=group_offset, progress=writer.progress if writer else None,
+        )  # fmt: skip
+
+    return task_sampling.of_step(config.data, setup.stream, step, drawn, play)
 
 
 def learn(

@@ -173,6 +173,8 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"grpo__loss": "gspo"}, "grpo.loss: gspo is ppo where every ratio is 1, and with grpo.old_logprobs=trainer"),
         ({"grpo__tis_cap": 0.5}, "grpo.tis_cap: 0.5 must be at least 1, or 0 to turn it off"),
         ({"grpo__tis_cap": 2.0, "grpo__old_logprobs": "sampler"}, "grpo.tis_cap: 2.0 corrects from sampler to trainer"),
+        ({"data__attempts": 1, "data__filter_zero_variance": True}, "data.filter_zero_variance: a group of 1 attempt"),
+        ({"data__extra_rollouts": -1}, "data.extra_rollouts: -1 is too small; it must be at least 0"),
         ({"data__attempts": 1, "grpo__singleton": "zero"}, "data.attempts: a group of 1 gives no signal"),
         ({"sampler__top_p": 0.0}, "sampler.top_p: 0.0 must be greater than 0 and at most 1"),
         ({"evaluation__top_p": 1.1}, "evaluation.top_p: 1.1 must be greater than 0 and at most 1"),

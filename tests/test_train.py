@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from train_helpers import ROOT, SETTINGS, judged, model_bytes, tiny_config
@@ -99,6 +100,35 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh, monkeypatch):
     assert [line["step"] for line in trained] == [1, 2, 3, 4]
     # Sampled from the newest parameters: rounding alone stays near 1e-5, those of the step before differ far more.
     assert max(line["logprob_diff_max"] for line in trained) < 1e-4
+
+
+def test_a_resumed_run_draws_and_fills_up_as_an_unbroken_one(tmp_path, mesh, monkeypatch):
+    """Invariant 7 where tasks are drawn by their success and groups are replaced.
+
+    Few tasks, so that those whose success is known are drawn again.
+    """
+    none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
+    options = {"data.sampling": "success", "data.filter_zero_variance": True, "data.extra_rollouts": 1}
+    options |= {"data.count": 7, "batch.row_buckets": (40,), "warm_up": False}
+    config, parts = tiny_config(**none, **options, steps=6), tmp_path / "parts"
+    setup, state = train.build(config, mesh)  # compiled once: all that a restart knows comes from its checkpoint
+    monkeypatch.setattr(train, "build", lambda *_: (setup, jax.tree.map(jnp.copy, state)))
+    train.run(config, mesh, tmp_path / "whole")
+    run_killed_at(5, False, config, mesh, parts, monkeypatch)
+    with Checkpoints(parts / "checkpoints") as checkpoints:
+        kept = checkpoints.latest_extra()
+    assert kept["step"] == 4 and kept["tasks_seen"] > 4 * 2 and len(kept["task_record"]) > 4
+    train.run(config, mesh, parts)
+    assert model_bytes(tmp_path / "whole") == model_bytes(parts)
+    lines = untimed(parts)
+    assert untimed(tmp_path / "whole") == lines
+    assert (tmp_path / "whole" / "trajectories.jsonl").read_bytes() == (parts / "trajectories.jsonl").read_bytes()
+    assert sum(line["groups_left_out"] for line in lines) > 0 and max(line["groups_trained"] for line in lines) == 2
+    extras = []
+    for folder in (tmp_path / "whole", parts):
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            extras.append(checkpoints.latest_extra() | {"seconds": 0, "evaluations": []})
+    assert extras[0] == extras[1]
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, mesh):

@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         setup = SimpleNamespace(config=config, model=None, folder=Path("base"), cast=cast, responder=None)
         return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
 
-    def iterate(setup: Any, state: TrainState, step: int, writer: Any) -> Any:
+    def iterate(setup: Any, state: TrainState, step: int, *_: Any) -> Any:
         stepped = TrainState(state.step + 1, {"w": state.params["w"] + 1}, ())
         return stepped, {"reward": 0.5, "sampled_tokens": 8.0}, []
 
@@ -121,10 +121,10 @@ def test_ctrl_c_is_one_line_and_the_checkpoint_under_way_becomes_complete(
     )
     whole = train.iterate
 
-    def interrupted(setup: Any, state: TrainState, step: int, writer: Any) -> Any:
+    def interrupted(setup: Any, state: TrainState, step: int, *rest: Any) -> Any:
         if step == at:
             raise KeyboardInterrupt
-        return whole(setup, state, step, writer)
+        return whole(setup, state, step, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "iterate", interrupted)
