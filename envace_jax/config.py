@@ -152,6 +152,16 @@ class GrpoConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class FidelityConfig:
+    """Rehearsals of reference results held out of the prompt, as further trajectories of a step (see fidelity.py)."""
+
+    calls_per_step: int = 0  # held-out calls; 0 leaves it out
+    attempts: int = 4  # rehearsals of each: the size of its group
+    threshold: float = 1.0  # the share of a result's leaves from which on it counts as right; 1: equal as JSON
+    weight: float = 1.0  # of their advantages beside the tasks'
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; down to 0 at the last step
@@ -216,6 +226,7 @@ class RunConfig:
     external: ExternalConfig = dataclasses.field(default_factory=ExternalConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
+    fidelity: FidelityConfig = dataclasses.field(default_factory=FidelityConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)

@@ -18,25 +18,26 @@ AT_LEAST = {
         "prompts.max_rehearse_prompt limits.assistant_turns limits.user_turns limits.parallel_calls limits.generations "
         "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
         "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
-        "evaluation.samples checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
+        "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
     ),
     0: (
         "seed data.seed data.count data.checklist data.extra_rollouts reward.retries reward.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
-        "optimizer.weight_decay evaluation.every evaluation.heldout_tasks "
+        "optimizer.weight_decay fidelity.calls_per_step evaluation.every evaluation.heldout_tasks "
         "evaluation.unseen_tasks evaluation.fidelity_calls "
         "logging.trajectories_per_step"
     ),
 }
-POSITIVE = ("optimizer.eps", "optimizer.clip_norm", "reward.timeout_s")
+POSITIVE = ("optimizer.eps", "optimizer.clip_norm", "reward.timeout_s", "fidelity.weight")
 SHARES = (
     "sampler.top_p",
     "evaluation.top_p",
     "sampler.refill_share",
     "reward.top_p",
     "reward.most_masked",
+    "fidelity.threshold",
 )  # in (0, 1]
 BUCKETS = ("sampler.prefill_lengths", "sampler.prefill_rows", "sampler.cache_lengths")
 
@@ -170,6 +171,13 @@ def _learning(config: RunConfig) -> Iterator[str]:
             f"data.attempts: a group of 1 gives no signal with grpo.baseline={grpo.baseline} and grpo.singleton=zero; "
             "use at least 2 attempts"
         )
+    if config.fidelity.calls_per_step and cast(config)[0] == "frozen_rehearse":
+        yield (
+            f"fidelity.calls_per_step: {config.fidelity.calls_per_step} rewards rehearsals, which nobody learns with a "
+            "frozen or external rehearser; set it to 0"
+        )
+    if config.fidelity.calls_per_step and config.fidelity.attempts == 1:
+        yield "fidelity.attempts: a group of 1 rehearsal has nothing to be compared with; use at least 2"
     if config.data.attempts == 1 and config.data.filter_zero_variance:
         yield "data.filter_zero_variance: a group of 1 attempt never varies; use at least 2 data.attempts"
     if grpo.clip_low >= 1 and not (grpo.loss == "cispo" and grpo.clip_low == 1):

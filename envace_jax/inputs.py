@@ -16,6 +16,7 @@ from envace_jax.chat import load_tokenizer
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
+from envace_jax.fidelity import rehearsable
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
 from envace_jax.types import Task
@@ -42,6 +43,7 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     tasks, heldout, unseen = _tasks(config)
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
+    _check_fidelity(config, tasks)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
     return Inputs(tasks, heldout, unseen, folder, _frozen(config, folder))
@@ -109,6 +111,17 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
             if task.environment is None:
                 raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
             envs.load_domain(task.environment["name"])
+
+
+def _check_fidelity(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError where fewer tasks than wanted have a reference call whose result a rehearsal could give."""
+    wanted = config.fidelity.calls_per_step
+    known = len(rehearsable(config, tasks))
+    if known < wanted:
+        raise ConfigError(
+            f"fidelity.calls_per_step: {wanted} needs as many tasks with a reference conversation whose calls have "
+            f"JSON results; {known} of the {len(tasks)} tasks of {config.data.source} have one"
+        )
 
 
 def _check_positions(config: RunConfig, folder: Path, setting: str = "model.path") -> None:

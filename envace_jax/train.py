@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, parts, players, sharding, task_sampling, workfolder
+from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes
 from envace_jax.chat import load_tokenizer
@@ -69,6 +70,7 @@ class Setup:
     responder: Rehearsed | Real
     reward: Reward
     stream: TaskStream
+    rehearsable: tuple[Task, ...]  # those with a call to hold out, where the configuration holds any out
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     train_step: Any
@@ -171,27 +173,34 @@ def iterate(
     """
     config, grpo = setup.config, setup.config.grpo
     drawn = Drawn(step * config.data.tasks_per_step) if drawn is None else drawn
-    gathered = _sample(setup, state, step, writer, drawn)
+    gathered, rehearsed = _sample(setup, state, step, writer, drawn)
     choose.check_masked(gathered.trajectories, config.reward.most_masked)
     if isinstance(setup.responder, players.Simulator):
         setup.responder.count(gathered.trajectories)
     setup.cast.reset()  # the caches make room for the train step
     sampled = time.time()
-    advantages, advantage_stats = role_advantages(
-        gathered.trained, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
+    advantages_of = functools.partial(
+        role_advantages, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
     )
-    state, metrics = learn(setup, state, gathered.trained, advantages)
+    advantages, advantage_stats = advantages_of(gathered.trained)
+    advantages += [config.fidelity.weight * values for values in advantages_of(rehearsed)[0]]
+    state, metrics = learn(setup, state, [*gathered.trained, *rehearsed], advantages)
     metrics |= advantage_stats | players.frozen_stats(setup.cast)
     for asked, model in (("judge", setup.reward), ("external", setup.responder)):
         metrics |= {f"{asked}_{name}": float(count) for name, count in dict(getattr(model, "counts", {})).items()}
     metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
     if config.data.filter_zero_variance:
         metrics |= gathered.metrics(config.data.attempts)
+    if config.fidelity.calls_per_step:
+        metrics |= fidelity.metrics(rehearsed)
+        metrics["sampled_tokens"] += metrics["fidelity_tokens"]
     return state, metrics | {"train_seconds": time.time() - sampled}, list(gathered.trajectories)
 
 
-def _sample(setup: Setup, state: State, step: int, writer: MetricsWriter | None, drawn: Drawn) -> Gathered:
-    """The step's attempts at tasks. Decoding's parameters end with it."""
+def _sample(
+    setup: Setup, state: State, step: int, writer: MetricsWriter | None, drawn: Drawn
+) -> tuple[Gathered, list[Trajectory]]:
+    """The step's attempts at tasks, and its rehearsals of held-out results. Decoding's parameters end with it."""
     config = setup.config
     act, rehearser = setup.cast.players(state)
 
@@ -204,7 +213,8 @@ def _sample(setup: Setup, state: State, step: int, writer: MetricsWriter | None,
             group_offset=group_offset, progress=writer.progress if writer else None,
         )  # fmt: skip
 
-    return task_sampling.of_step(config.data, setup.stream, step, drawn, play)
+    gathered = task_sampling.of_step(config.data, setup.stream, step, drawn, play)
+    return gathered, fidelity.of_step(config, setup.rehearsable, rehearser or act, setup.prompts, step)
 
 
 def learn(
@@ -308,6 +318,7 @@ def build(
         responder=_responder(config),
         reward=reward,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
+        rehearsable=fidelity.rehearsable(config, inputs.tasks),
         heldout=inputs.heldout, unseen=inputs.unseen,
         train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
         score_step=make_score_step(policy, step_config, mesh),

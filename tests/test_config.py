@@ -173,6 +173,13 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"grpo__loss": "gspo"}, "grpo.loss: gspo is ppo where every ratio is 1, and with grpo.old_logprobs=trainer"),
         ({"grpo__tis_cap": 0.5}, "grpo.tis_cap: 0.5 must be at least 1, or 0 to turn it off"),
         ({"grpo__tis_cap": 2.0, "grpo__old_logprobs": "sampler"}, "grpo.tis_cap: 2.0 corrects from sampler to trainer"),
+        ({"fidelity__calls_per_step": 2, "fidelity__attempts": 1}, "fidelity.attempts: a group of 1 rehearsal"),
+        (
+            {"fidelity__calls_per_step": 2, "rollout__players": "frozen_rehearse"},
+            "fidelity.calls_per_step: 2 rewards rehearsals, which nobody learns",
+        ),
+        ({"fidelity__threshold": 0.0}, "fidelity.threshold: 0.0 must be greater than 0 and at most 1"),
+        ({"fidelity__weight": 0.0}, "fidelity.weight: 0.0 must be greater than 0"),
         ({"data__attempts": 1, "data__filter_zero_variance": True}, "data.filter_zero_variance: a group of 1 attempt"),
         ({"data__extra_rollouts": -1}, "data.extra_rollouts: -1 is too small; it must be at least 0"),
         ({"data__attempts": 1, "grpo__singleton": "zero"}, "data.attempts: a group of 1 gives no signal"),

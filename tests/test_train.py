@@ -103,13 +103,13 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh, monkeypatch):
 
 
 def test_a_resumed_run_draws_and_fills_up_as_an_unbroken_one(tmp_path, mesh, monkeypatch):
-    """Invariant 7 where tasks are drawn by their success and groups are replaced.
+    """Invariant 7 where tasks are drawn by their success, groups are replaced, and held-out results are rehearsed.
 
     Few tasks, so that those whose success is known are drawn again.
     """
     none = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
     options = {"data.sampling": "success", "data.filter_zero_variance": True, "data.extra_rollouts": 1}
-    options |= {"data.count": 7, "batch.row_buckets": (40,), "warm_up": False}
+    options |= {"fidelity.calls_per_step": 1, "data.count": 7, "batch.row_buckets": (40,), "warm_up": False}
     config, parts = tiny_config(**none, **options, steps=6), tmp_path / "parts"
     setup, state = train.build(config, mesh)  # compiled once: all that a restart knows comes from its checkpoint
     monkeypatch.setattr(train, "build", lambda *_: (setup, jax.tree.map(jnp.copy, state)))
