@@ -5,6 +5,7 @@ Knows no records, tasks or files: callers say where a value came from.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Mapping
@@ -30,9 +31,12 @@ def json_equal(left: Json, right: Json) -> bool:
 
 
 def parse(text: str) -> Json:
-    """The value of a JSON text. Raises ValueError, in one line, for all else; NaN and Infinity are not JSON."""
+    """The value of a JSON text. Raises ValueError, in one line, for all else.
+
+    NaN and Infinity are not JSON, and an object that has a name twice has no one meaning.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("not JSON that can be read (nested too deeply)") from None
     except ValueError as error:
@@ -40,10 +44,11 @@ def parse(text: str) -> Json:
 
 
 def check_writable(value: Json, where: str = "") -> None:
-    """Raises ValueError for what JSON can be read into but not written from, naming the place within `where`.
+    """Raises ValueError for what is no JSON value or cannot be written as one, naming the place within `where`.
 
     That is text with a lone surrogate (`"\\ud800"` parses, and neither a file nor a tokenizer takes it), a number
-    beyond the floats (1e999 reads as infinity), and nesting beyond MAX_DEPTH.
+    beyond the floats (1e999 reads as infinity), nesting beyond MAX_DEPTH, and whatever a table may hold besides (bytes,
+    times).
     """
     # A list of what is still to be seen, not recursion: the value may be nested deeper than Python recurses.
     unseen: list[tuple[Json, Steps]] = [(value, ())]
@@ -57,12 +62,16 @@ def check_writable(value: Json, where: str = "") -> None:
             if len(steps) >= MAX_DEPTH:
                 raise ValueError(f"{_place(where, steps[:4])}: nested deeper than {MAX_DEPTH} levels")
             unseen += reversed([(child, (*steps, step)) for step, child in _members(current, where, steps)])
+        elif current is not None and not isinstance(current, bool | int | float):
+            raise ValueError(f"{_place(where, steps)}: a {type(current).__name__} is not a JSON value")
 
 
 def _members(holder: Json, where: str, steps: Steps) -> list[tuple[str | int, Json]]:
     if not isinstance(holder, Mapping):
         return list(enumerate(holder))
     for name in holder:
+        if not isinstance(name, str):
+            raise ValueError(f"{_place(where, steps)}: the name of a member is a {type(name).__name__}, no text")
         _check_text(name, where, steps, " (the name of a member)")
     return list(holder.items())
 
@@ -88,3 +97,11 @@ def _place(where: str, steps: Steps) -> str:
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON value")
+
+
+def _object(members: list[tuple[str, Json]]) -> dict[str, Json]:
+    value = dict(members)
+    if len(value) < len(members):
+        twice = collections.Counter(name for name, _ in members).most_common(1)[0][0]
+        raise ValueError(f"the name {ascii(twice)[:80]} stands twice in an object")
+    return value

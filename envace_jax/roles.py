@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from envace_jax.chat import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN, Chat, render_call
-from envace_jax.json_values import json_equal
+from envace_jax.json_values import check_writable, json_equal
 from envace_jax.types import Json, Message, Task, ToolCall
 
 RESULT_OPEN = "<execution_result>"
@@ -216,20 +216,19 @@ def rehearsal_target(result_text: str) -> str:
 def canonical_result(text: str) -> str:
     """The one way to write a tool result: `json.dumps(value, ensure_ascii=False)` of a JSON object or array.
 
-    Raises ValueError, in one line, for anything else, for numbers that JSON cannot hold (nan, infinity) and for text
-    that cannot be encoded in UTF-8.
+    Raises ValueError, in one line, for anything else, for numbers that JSON cannot hold (nan, infinity), for text that
+    cannot be encoded in UTF-8, and for nesting so deep that what compares or writes the result later could not follow.
     """
     try:
         value = json.loads(text)
-        result = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        result.encode("utf-8")  # a lone surrogate (say "\ud800") parses but no tokenizer takes it
+        check_writable(value, "the result")
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict | list):
         raise ValueError(f"a JSON {type(value).__name__}; a tool result is an object or an array")
-    return result
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def is_error_result(result_text: str) -> bool:
