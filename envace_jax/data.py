@@ -2,7 +2,9 @@
 
     JSON lines, JSON lists, Parquet; a path, a folder, a pattern, or the id of a data set on a hub
 
-What a record means is `records.py`'s business. Knows nothing of tokens, policies or environments.
+What a record means is `records.py`'s business. Knows nothing of tokens, policies or environments. Records are read one
+by one and their tasks are kept on disk (`task_store.py`), so that a source may be larger than memory; only a `.json`
+list is read whole.
 `python -m envace_jax.data --path=...` prints what a data set holds (`data_profile.py`).
 """
 
@@ -25,9 +27,11 @@ import numpy as np
 
 from envace_jax import json_values
 from envace_jax.records import record_from_task, task_from_record
+from envace_jax.task_store import StoredTasks, TaskWriter
 from envace_jax.types import Json, Task
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+SHOWN_REASONS = 5  # where a data set is refused
 MOST_BAD = 0.05  # share of bad records beyond which a data set is refused, skipped or not
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 KEPT_WHOLE = ("environment", "check")  # members whose nulls mean something
@@ -40,22 +44,27 @@ Entry = tuple[str, Json | ValueError]  # where a record stands, and the record o
 class BadRecord:
     where: str  # "FILE, line 3" or "FILE, record 3"
     reason: str
+    index: int = 0  # of the record in the whole source, from 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of its reason: numbers and quoted names do not tell reasons apart."""
+        return re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", self.reason))
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """The tasks of a data set, in its order, and the records that are none."""
 
-    tasks: tuple[Task, ...]
+    tasks: StoredTasks
     bad: tuple[BadRecord, ...]
 
-    def kinds(self) -> list[str]:
-        """The kind of every bad record's reason: numbers and quoted names in it do not tell reasons apart."""
-        return [re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", record.reason)) for record in self.bad]
-
-    def reasons(self) -> list[tuple[str, int]]:
-        """Why records are left out and how often, most frequent first."""
-        return collections.Counter(self.kinds()).most_common()
+    def reasons(self) -> list[tuple[str, list[BadRecord]]]:
+        """The bad records by the kind of their reason, the most frequent kind first."""
+        kinds: dict[str, list[BadRecord]] = collections.defaultdict(list)
+        for record in self.bad:
+            kinds[record.kind].append(record)
+        return sorted(kinds.items(), key=lambda entry: -len(entry[1]))
 
 
 class TaskStream:
@@ -68,7 +77,7 @@ class TaskStream:
     def __init__(self, tasks: Sequence[Task], batch_size: int, seed: int):
         if not 1 <= batch_size <= len(tasks):
             raise ValueError(f"batch_size must be from 1 to the number of tasks, {len(tasks)}, not {batch_size}")
-        self.tasks = tuple(tasks)
+        self.tasks = tasks
         self.batch_size = batch_size
         self.seed = seed
 
@@ -98,37 +107,48 @@ def read_corpus(
     """Reads all records of a source (`read_entries`), each with its checklist number `variant`.
 
     on_bad "stop" raises ValueError for the first bad record, naming where it stands and the reason. "skip" leaves bad
-    records out and keeps their reasons, up to a share of `most_bad`. A task id that is taken makes a record bad.
-    Raises FileNotFoundError or ValueError where there is nothing to read.
+    records out and keeps their reasons, up to a share of `most_bad`; beyond it ValueError says how many there are and
+    why. A task id that is taken makes a record bad. Raises FileNotFoundError or ValueError where there is nothing to
+    read.
     """
-    tasks: dict[str, Task] = {}
+    tasks, taken = TaskWriter(), set[str]()
     bad: list[BadRecord] = []
     for number, (where, record) in enumerate(read_entries(source)):
         try:
             if isinstance(record, ValueError):
                 raise record
             task = task_from_record(record, number, variant)
-            if task.task_id in tasks:
-                raise ValueError(f"record {number}: the task id {task.task_id!r} is already taken")
-            tasks[task.task_id] = task
+            if task.task_id in taken:
+                raise ValueError(f"record {number}: the task id {task.task_id[:80]!r} is already taken")
         except ValueError as error:
             if on_bad == "stop":
                 raise ValueError(f"{where}: {error}") from None
-            bad.append(BadRecord(where, str(error).removeprefix(f"record {number}: ")))
+            bad.append(BadRecord(where, str(error).removeprefix(f"record {number}: "), number))
+            continue
+        taken.add(task.task_id)
+        tasks.add(task)
     total = len(tasks) + len(bad)
     if not total:
         raise ValueError(f"{source}: no records")
+    corpus = Corpus(tasks.finish(), tuple(bad))
     if len(bad) > most_bad * total:
-        raise ValueError(
-            f"{source}: {len(bad)} of {total} records are bad, more than {most_bad:.0%}; the first: {bad[0].where}: "
-            f"{bad[0].reason}"
-        )
-    return Corpus(tuple(tasks.values()), tuple(bad))
+        raise ValueError(f"{source}: {too_many_bad(corpus, most_bad)}")
+    return corpus
+
+
+def too_many_bad(corpus: Corpus, most_bad: float) -> str:
+    """One line: how many records are bad, their share, and the most frequent reasons with a record of each."""
+    reasons, total = corpus.reasons(), len(corpus.tasks) + len(corpus.bad)
+    shown = [f"{len(found)} x {found[0].reason} ({found[0].where})" for _, found in reasons[:SHOWN_REASONS]]
+    more = f"; and {len(reasons) - len(shown)} more reasons" * (len(reasons) > len(shown))
+    bad = len(corpus.bad)
+    return f"{bad} of {total} records ({bad / total:.1%}) are bad, more than {most_bad:.0%}: {'; '.join(shown)}{more}"
 
 
 def check_disjoint(trained: Sequence[Task], evaluated: Sequence[Task], names: str) -> None:
     """Raises ValueError where a task is both trained on and evaluated. `names` says which sources they are."""
-    if both := sorted({task.task_id for task in trained} & {task.task_id for task in evaluated}):
+    ids = {task.task_id for task in evaluated}
+    if both := sorted({task.task_id for task in trained if task.task_id in ids} if ids else ()):
         raise ValueError(f"{names}: {len(both)} tasks are both trained on and evaluated, among them {both[0]!r}")
 
 

@@ -19,6 +19,7 @@ from envace_jax.envs import tiny
 from envace_jax.fidelity import rehearsable
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
+from envace_jax.task_store import StoredTasks
 from envace_jax.types import Task
 
 
@@ -26,7 +27,7 @@ from envace_jax.types import Task
 class Inputs:
     """Tasks to train on, held-out tasks, tasks of the domain that training never sees, and the model's folder."""
 
-    tasks: tuple[Task, ...]
+    tasks: Sequence[Task]
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     folder: Path
@@ -69,7 +70,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     return load_tokenizer(folder).tokenizer.get_vocab(with_added_tokens=True)
 
 
-def _tasks(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[Task, ...]]:
+def _tasks(config: RunConfig) -> tuple[Sequence[Task], tuple[Task, ...], tuple[Task, ...]]:
     data, wanted = config.data, config.evaluation
     if data.source != "tiny":
         tasks = read_file_tasks(data)
@@ -81,11 +82,14 @@ def _tasks(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple
     )
 
 
-def read_file_tasks(data: configuration.DataConfig) -> tuple[Task, ...]:
+def read_file_tasks(data: configuration.DataConfig) -> StoredTasks:
     """The tasks of `data.source`; says what is left out. Raises as `read_corpus` does."""
     corpus = read_corpus(configuration.local_path(data.source), data.checklist, data.bad_records)
-    for reason, count in corpus.reasons():
-        print(f"data.source: left out {count} of {len(corpus.tasks) + len(corpus.bad)} records: {reason}", flush=True)
+    total = len(corpus.tasks) + len(corpus.bad)
+    for kind, found in corpus.reasons():
+        first = found[0]
+        reason = f"{kind} (the first: {first.where}, record {first.index})"
+        print(f"data.source: left out {len(found)} of {total} records: {reason}", flush=True)
     return corpus.tasks
 
 

@@ -3,18 +3,32 @@
 A record is the authors' row; ours adds `check` to checklist items, and `environment` and `task_id` to `extra_info`.
 Knows nothing of files, tokens, policies or environments: what a task's environment means is not looked at. Every
 malformed record is a ValueError that names the record and the reason.
+
+What is refused is what contradicts itself or could not be used: see the messages below. Members that nothing here reads
+are passed over, whatever they hold. Arguments that do not fit their tool's schema are no reason: collected schemas are
+often loose or wrong, and the recorded tool answered. The profile (`data_profile.py`) counts them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from envace_jax import json_values
 from envace_jax.types import CheckItem, Json, Message, Task, ToolCall
 
 WEIGHT_TOLERANCE = 1e-6
+READ_MEMBERS = ("messages", "extra_info", "data_source")
+LONGEST_REASON = 300  # characters; what is quoted from a record may be of any length
+# What an item may look at; the reward of a judged item about calls or results depends on it.
+FOCUSES = (
+    "assistant.tool_calls",
+    "assistant.content.thinking",
+    "assistant.content.user_visible_reply",
+    "tool.content",
+)
 CHECK_FIELDS: dict[str, dict[str, type]] = {
     "call": {"name": str, "arguments": dict},
     "result": {"name": str, "field": str, "value": object},
@@ -54,16 +68,19 @@ def task_from_record(record: Mapping[str, Json], index: int, variant: int = 0) -
     try:
         return _task_from_record(record, variant)
     except ValueError as error:
-        raise ValueError(f"record {index}: {error}") from None
+        raise ValueError(f"record {index}: {_one_line(str(error))}") from None
 
 
 def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
-    json_values.check_writable(record)
+    if not isinstance(record, Mapping):
+        raise ValueError("the record is not a JSON object")
+    json_values.check_writable({name: record[name] for name in READ_MEMBERS if name in record})
     extra = _field(record, "extra_info", dict, "the record")
-    tools = _parsed(_field(extra, "tools", str, "extra_info"), "extra_info.tools")
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        raise ValueError("extra_info.tools is not a list of OpenAI function schemas with a name")
+    tools = _read_tools(extra)
+    names = {tool["function"]["name"] for tool in tools}
     system, conversation, reference = _read_conversation(_field(extra, "messages", list, "extra_info"))
+    if unlisted := next((call.name for call, _ in reference if call.name not in names), None):
+        raise ValueError(f"extra_info.messages: {unlisted!r} is called, and extra_info.tools has no such tool")
     user_turns = tuple(message["content"] for message in conversation if message["role"] == "user")
     opening = _field(record, "messages", list, "the record")
     if [_plain(message) for message in opening] != [*system, conversation[0]]:
@@ -78,7 +95,7 @@ def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
         messages=tuple(system),
         tools=tuple(tools),
         user_turns=user_turns,
-        checklist=_read_checklist(extra, variant, len(user_turns)),
+        checklist=_read_checklist(extra, variant, len(user_turns), names),
         reference=tuple(reference),
         environment=environment,
         conversation=tuple(conversation),
@@ -88,10 +105,33 @@ def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
 def _task_id(record: Mapping[str, Json], extra: Mapping[str, Json]) -> str:
     """Ours if the record has one, else made of the data source and the index, which is unique in the authors' files."""
     if "task_id" in extra:
-        return _field(extra, "task_id", str, "extra_info")
-    if "index" not in extra:
-        raise ValueError("extra_info has no field 'index'")
-    return f"{record.get('data_source', 'task')}/{extra['index']}"
+        if not (given := _field(extra, "task_id", str, "extra_info")).strip():
+            raise ValueError("extra_info.task_id is empty")
+        return given
+    index = _field(extra, "index", (int, str), "extra_info")
+    if isinstance(index, bool) or index == "":
+        raise ValueError(f"extra_info.index is {json.dumps(index)}; a number or a text is needed")
+    return f"{_optional(record, 'data_source', str, 'the record') or 'task'}/{index}"
+
+
+def _read_tools(extra: Mapping[str, Json]) -> list[Json]:
+    """The tools' schemas. A tool without `parameters` takes no arguments, as OpenAI has it."""
+    tools = _parsed(_field(extra, "tools", str, "extra_info"), "extra_info.tools")
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        raise ValueError("extra_info.tools is not a list of OpenAI function schemas with a name")
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        where, function = f"extra_info.tools[{place}]", tool["function"]
+        if not function["name"].strip():
+            raise ValueError(f"{where}: the name is empty")
+        if function["name"] in names:
+            raise ValueError(f"{where}: the name {function['name']!r} is already taken by another tool")
+        names.add(function["name"])
+        _optional(function, "parameters", dict, where)
+        _optional(function, "description", str, where)
+        if tool.get("type", "function") != "function":
+            raise ValueError(f"{where}: type is {json.dumps(tool['type'])}, not 'function'")
+    return tools
 
 
 def _read_conversation(
@@ -101,35 +141,44 @@ def _read_conversation(
     conversation: list[Message] = []
     system: list[Message] = []
     reference: list[tuple[ToolCall, str]] = []
-    waiting: list[ToolCall] = []  # calls of the last assistant message that have no result yet
+    waiting: list[tuple[ToolCall, str | None]] = []  # calls of the last assistant message without a result yet, and ids
     allowed: tuple[str, ...] = ("system", "user")
     for place, message in enumerate(messages):
         where = f"extra_info.messages[{place}]"
         role = _field(message, "role", str, where)
         if waiting and role != "tool":
-            raise ValueError(f"{where}: the call of {waiting[0].name} before it has no result")
+            raise ValueError(f"{where}: the call of {waiting[0][0].name} before it has no result")
         if role not in allowed:
             raise ValueError(f"{where}: a message of role {role!r} where {' or '.join(allowed)} is due")
         if role == "tool":
-            call = waiting.pop(0)
+            call, call_id = waiting.pop(0)
             content = _field(message, "content", str, where)
-            if message.get("name", call.name) != call.name:
-                raise ValueError(f"{where}: a result of {message['name']} where one of {call.name} is due")
+            _check_answers(message, call, call_id, where)
             reference.append((call, content))
             conversation.append({"role": "tool", "name": call.name, "content": content})
             allowed = ("tool",) if waiting else ("assistant",)
         elif role == "assistant":
             waiting = [_read_call(call, where) for call in _optional(message, "tool_calls", list, where) or ()]
-            conversation.append(_assistant(message, waiting, where))
+            conversation.append(_assistant(message, [call for call, _ in waiting], where))
             allowed = ("tool",) if waiting else ("user",)
         else:
             (system if role == "system" else conversation).append({"role": role, "content": _text(message, where)})
             allowed = ("user",) if role == "system" else ("assistant",)
     if waiting:
-        raise ValueError(f"extra_info.messages: the last call of {waiting[0].name} has no result")
+        raise ValueError(f"extra_info.messages: the last call of {waiting[0][0].name} has no result")
     if not conversation or conversation[-1]["role"] != "assistant":
         raise ValueError("extra_info.messages does not end with an assistant message")
     return system, conversation, reference
+
+
+def _check_answers(message: Mapping[str, Json], call: ToolCall, call_id: str | None, where: str) -> None:
+    """Refuses a result whose name or id is another call's: results stand in the order of the calls."""
+    name = _optional(message, "name", str, where)
+    if name not in (None, call.name):
+        raise ValueError(f"{where}: a result of {name} where one of {call.name} is due")
+    answered = _optional(message, "tool_call_id", str, where)
+    if call_id is not None and answered not in (None, call_id):
+        raise ValueError(f"{where}: a result of the call {answered!r} where one of {call_id!r} is due")
 
 
 def _assistant(message: Mapping[str, Json], calls: Sequence[ToolCall], where: str) -> Message:
@@ -140,17 +189,20 @@ def _assistant(message: Mapping[str, Json], calls: Sequence[ToolCall], where: st
     return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
-def _read_call(call: Json, where: str) -> ToolCall:
+def _read_call(call: Json, where: str) -> tuple[ToolCall, str | None]:
+    """A call and its id, if it has one."""
     function = _field(call, "function", dict, f"{where}.tool_calls")
     name = _field(function, "name", str, f"{where}.tool_calls.function")
     text = _field(function, "arguments", str, f"{where}: the call of {name}")
     arguments = _parsed(text, f"{where}: arguments of {name}")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}: arguments of {name} are not a JSON object")
-    return ToolCall(name, arguments)
+    return ToolCall(name, arguments), _optional(call, "id", str, f"{where}.tool_calls")
 
 
-def _read_checklist(extra: Mapping[str, Json], variant: int, turns: int) -> tuple[tuple[CheckItem, ...], ...]:
+def _read_checklist(
+    extra: Mapping[str, Json], variant: int, turns: int, tools: AbstractSet[str]
+) -> tuple[tuple[CheckItem, ...], ...]:
     kwargs = _field(extra, "interaction_kwargs", dict, "extra_info")
     variants = _field(kwargs, "checklist_list", list, "extra_info.interaction_kwargs")
     if not 0 <= variant < len(variants):
@@ -163,7 +215,8 @@ def _read_checklist(extra: Mapping[str, Json], variant: int, turns: int) -> tupl
         where = f"checklist of turn {turn}"
         if not isinstance(items, list) or not items:
             raise ValueError(f"the {where} is empty or not a list")
-        read.append(tuple(_read_item(item, f"{where}, item {place}", len(items)) for place, item in enumerate(items)))
+        placed = enumerate(items)
+        read.append(tuple(_read_item(item, f"{where}, item {place}", len(items), tools) for place, item in placed))
         total = sum(item.weight for item in read[-1])
         if not abs(total - 1) <= WEIGHT_TOLERANCE:  # written so that NaN is refused too
             raise ValueError(f"the weights of the {where} sum to {total}, not 1")
@@ -171,28 +224,35 @@ def _read_checklist(extra: Mapping[str, Json], variant: int, turns: int) -> tupl
     return tuple(read)
 
 
-def _read_item(item: Json, where: str, count: int) -> CheckItem:
+def _read_item(item: Json, where: str, count: int, tools: AbstractSet[str]) -> CheckItem:
     weight = _field(item, "weight", (int, float), where)
     dependence = _optional(item, "dependence", list, where) or []
-    if isinstance(weight, bool) or weight < 0:
-        raise ValueError(f"{where}: the weight {weight!r} is not a number of at least 0")
+    if isinstance(weight, bool) or not 0 <= weight <= 1 + WEIGHT_TOLERANCE:
+        raise ValueError(f"{where}: the weight {weight!r} is not a number from 0 to 1")
+    if not _field(item, "question", str, where).strip():
+        raise ValueError(f"{where}: the question is empty")
+    if (focus := _optional(item, "focus_on", str, where) or "") not in ("", *FOCUSES):
+        raise ValueError(f"{where}: focus_on is {focus!r}; accepted: {', '.join(FOCUSES)}")
+    examples = _optional(item, "failure_examples", list, where) or []
+    if not all(isinstance(example, str) for example in examples):
+        raise ValueError(f"{where}: failure_examples are not texts")
     if not all(type(other) is int and 0 <= other < count for other in dependence):
         raise ValueError(f"{where}: dependence {dependence!r} does not name items of the same turn")
     evidence = _optional(item, "evidence", list, where) or []
     return CheckItem(
-        question=_field(item, "question", str, where),
+        question=item["question"],
         weight=float(weight),
-        focus_on=_optional(item, "focus_on", str, where) or "",
+        focus_on=focus,
         pass_condition=_optional(item, "pass_condition", str, where) or "",
-        failure_examples=tuple(_optional(item, "failure_examples", list, where) or ()),
+        failure_examples=tuple(examples),
         evidence=tuple(_field(entry, "snippet", str, f"{where}: evidence") for entry in evidence),
         required_for_next_turn=_optional(item, "required_for_next_turn", bool, where) or False,
         dependence=tuple(dependence),
-        check=_read_check(item.get("check"), where),
+        check=_read_check(item.get("check"), where, tools),
     )
 
 
-def _read_check(check: Json, where: str) -> Mapping[str, Json] | None:
+def _read_check(check: Json, where: str, tools: AbstractSet[str]) -> Mapping[str, Json] | None:
     if check is None:
         return None
     kind = _field(check, "kind", str, f"{where}: check")
@@ -206,6 +266,8 @@ def _read_check(check: Json, where: str) -> Mapping[str, Json] | None:
     words = check["words"] if kind == "reply" else ["none"]
     if not words or not all(isinstance(word, str) and word.strip() for word in words):
         raise ValueError(f"{where}: the words of a reply check are not texts, or there are none")
+    if "name" in fields and check["name"] not in tools:
+        raise ValueError(f"{where}: the check is of {check['name']!r}, and extra_info.tools has no such tool")
     return check
 
 
@@ -289,3 +351,11 @@ def _parsed(text: str, where: str) -> Json:
         raise ValueError(f"{where} is {error}") from None
     json_values.check_writable(value, where)
     return value
+
+
+def _one_line(text: str) -> str:
+    """The text without line breaks, and with its middle left out where it is very long."""
+    text = " ".join(text.split())
+    if len(text) <= LONGEST_REASON:
+        return text
+    return f"{text[: LONGEST_REASON // 2]} ... {text[-LONGEST_REASON // 2 :]}"
