@@ -56,6 +56,9 @@ class DataConfig:
     source: str = ""  # "tiny" for the generated world, or tasks: a file, folder, pattern or hub id (data.py)
     checklist: int = 0  # which of a record's checklists scores it
     bad_records: Literal["stop", "skip"] = "stop"  # a few may be left out, with their reasons
+    # Tokens of system text, tools and first user turn: longer tasks are left out, as are those that the limits cannot
+    # hold in any case. 0 leaves it to the limits.
+    longest_prompt: int = 0
     split: Literal["train", "heldout"] = "train"  # of the tiny world
     count: int = 0  # tasks to use; 0 takes every task of a file (the tiny world needs a number)
     seed: int = 0  # of the generated tasks and of the order in which tasks are drawn

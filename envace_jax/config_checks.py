@@ -21,7 +21,8 @@ AT_LEAST = {
         "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
     ),
     0: (
-        "seed data.seed data.count data.checklist data.extra_rollouts reward.retries reward.temperature "
+        "seed data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
+        "reward.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
@@ -101,6 +102,11 @@ def _sources(config: RunConfig) -> Iterator[str]:
         yield "model.path: empty; give a checkpoint folder, a hub id such as Qwen/Qwen3-8B, or asset:NAME"
     if not config.data.source:
         yield "data.source: empty; give the path of a JSONL file of tasks (--config.data.source=PATH), or tiny"
+    if config.data.longest_prompt > config.prompts.max_act_prompt:
+        yield (
+            f"data.longest_prompt: {config.data.longest_prompt} has no effect above prompts.max_act_prompt="
+            f"{config.prompts.max_act_prompt}, beyond which tasks are left out too; lower it, or raise that"
+        )
     if config.data.split == "heldout" and config.evaluation.heldout_tasks:
         yield "data.split: training on the held-out tasks leaves nothing to evaluate on; set it to train"
     if config.data.source == "tiny" and config.data.count < 1:

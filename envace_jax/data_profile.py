@@ -20,6 +20,7 @@ import referencing
 from envace_jax import config as configuration
 from envace_jax import data
 from envace_jax.chat import Chat, load_tokenizer
+from envace_jax.prompt_lengths import first_prompt_tokens
 from envace_jax.records import record_from_task
 from envace_jax.roles import canonical_result
 from envace_jax.types import Json, Task
@@ -71,7 +72,7 @@ def _numbers(task: Task, chat: Chat | None) -> dict[str, int]:
     def measure(text: str) -> int:
         return len(text) if chat is None else len(chat.encode(text))
 
-    return {
+    numbers = {
         "user turns": len(task.user_turns),
         "tools": len(task.tools),
         "reference calls": len(task.reference),
@@ -79,6 +80,7 @@ def _numbers(task: Task, chat: Chat | None) -> dict[str, int]:
         "length of tools": measure(json.dumps(task.tools, ensure_ascii=False)),
         "length of conversation": measure(_conversation(task)),
     }
+    return numbers if chat is None else numbers | {"first prompt, tokens": first_prompt_tokens(chat, task)}
 
 
 def _counts(task: Task) -> tuple[int, ...]:
@@ -157,7 +159,7 @@ def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m envace_jax.data", description=__doc__.partition("\n")[0])
     parser.add_argument("--path", required=True, help="file, folder, pattern or hub id (owner/name:split)")
     parser.add_argument("--variant", type=int, default=0, help="which of a record's checklists")
-    parser.add_argument("--model", help="folder of a model, or asset:NAME: lengths in its tokens")
+    parser.add_argument("--model", help="folder of a model, or asset:NAME: lengths in its tokens, first prompts too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(given)
     try:

@@ -144,7 +144,7 @@ def start(
     )
     try:
         prompt = act_prompt(prompts, task)
-        _check_room(episode, len(prompt))
+        check_room(prompts, limits, task, answered_by, len(prompt))
         return _ask_act(_extend(episode, prompt))
     except PromptTooLong as error:  # the data's or the settings' doing, not the policy's
         return on_fault(episode, error)
@@ -247,24 +247,22 @@ def as_trajectory(episode: Episode) -> Trajectory:
     )
 
 
-def _check_room(episode: Episode, prompt_length: int) -> None:
+def check_room(prompts: Prompts, limits: Limits, task: Task, answered_by: Need, prompt_length: int) -> None:
     """Raises PromptTooLong, naming the setting, where the task alone exceeds a limit, whatever the policy writes.
 
     `prompt_length` is that of the first ACT prompt, in tokens. Results from outside are not counted: how many calls are
     made, and of what, is the policy's doing.
     """
-    limits, task = episode.limits, episode.task
+    prefix = len(prompts.chat.assistant_prefix(thinking=prompts.thinking))
     later = task.user_turns[1 : limits.user_turns]
-    given = prompt_length + sum(
-        len(episode.prompts.chat.user(text)) + len(_assistant_prefix(episode)) for text in later
-    )
+    given = prompt_length + sum(len(prompts.chat.user(text)) + prefix for text in later)
     if given + limits.act_response > limits.act_context:
         raise PromptTooLong(
             f"limits.act_context={limits.act_context} cannot hold the {given} tokens of system text, tools and user "
             f"turns of task {task.task_id!r} and limits.act_response={limits.act_response}; raise it, or lower that"
         )
-    if episode.answered_by is Need.REHEARSE:
-        check_rehearse_room(episode.prompts, task)
+    if answered_by is Need.REHEARSE:
+        check_rehearse_room(prompts, task)
 
 
 def _take_results(episode: Episode, results: Sequence[str], failure: Reason | None, *, rehearsed: bool) -> Episode:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax import config as configuration
-from envace_jax import config_checks, envs, fingerprint
-from envace_jax.chat import load_tokenizer
+from envace_jax import config_checks, envs, fingerprint, parts, prompt_lengths
+from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
@@ -20,17 +20,19 @@ from envace_jax.fidelity import rehearsable
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
 from envace_jax.task_store import StoredTasks
-from envace_jax.types import Task
+from envace_jax.types import Need, Task
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Tasks to train on, held-out tasks, tasks of the domain that training never sees, and the model's folder."""
+    """Tasks to train on, held-out tasks, tasks of the domain that training never sees, the model's folder and its
+    tokenizer."""
 
     tasks: Sequence[Task]
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     folder: Path
+    chat: Chat
     frozen: Path | None = None  # the folder of the checkpoint that plays a role and is never trained
 
     def fingerprints(self) -> dict[str, Any]:
@@ -47,7 +49,27 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     _check_fidelity(config, tasks)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
-    return Inputs(tasks, heldout, unseen, folder, _frozen(config, folder))
+    frozen = _frozen(config, folder)
+    chat = load_tokenizer(folder)
+    return Inputs(_short_enough(config, chat, tasks), heldout, unseen, folder, chat, frozen)
+
+
+def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks whose prompts fit; says which do not. Raises ConfigError where too few are left."""
+    kept, left_out = prompt_lengths.leave_out_long(
+        tasks, parts.make_prompts(config, chat), parts.make_limits(config),
+        answered_by=Need.REHEARSE if config.rollout.responder == "rehearsed" else Need.RESPONSE,
+        longest=config.data.longest_prompt,
+    )  # fmt: skip
+    if not kept:
+        raise ConfigError(
+            f"data.source: none of the {len(tasks)} tasks of {config.data.source} is short enough; task 0: "
+            f"{left_out[0].reason}"
+        )
+    for line in prompt_lengths.said(left_out, len(tasks)):
+        print(line, flush=True)
+    _check_enough(config, kept)
+    return kept
 
 
 def _frozen(config: RunConfig, folder: Path) -> Path | None:
@@ -95,10 +117,7 @@ def read_file_tasks(data: configuration.DataConfig) -> StoredTasks:
 
 def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> None:
     """Raises ConfigError for tasks from which nothing could be learned, and says how many cannot be scored."""
-    if len(tasks) < config.data.tasks_per_step:
-        raise ConfigError(
-            f"data.tasks_per_step: {config.data.tasks_per_step} is more than the {len(tasks)} tasks there are"
-        )
+    _check_enough(config, tasks)
     can_score = getattr(reward, "can_score", lambda task: True)  # only some rewards know
     lost = sum(not can_score(task) for task in tasks)
     if lost == len(tasks):
@@ -125,6 +144,13 @@ def _check_fidelity(config: RunConfig, tasks: Sequence[Task]) -> None:
         raise ConfigError(
             f"fidelity.calls_per_step: {wanted} needs as many tasks with a reference conversation whose calls have "
             f"JSON results; {known} of the {len(tasks)} tasks of {config.data.source} have one"
+        )
+
+
+def _check_enough(config: RunConfig, tasks: Sequence[Task]) -> None:
+    if len(tasks) < config.data.tasks_per_step:
+        raise ConfigError(
+            f"data.tasks_per_step: {config.data.tasks_per_step} is more than the {len(tasks)} tasks there are"
         )
 
 

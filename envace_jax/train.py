@@ -24,7 +24,6 @@ from envace_jax import config as configuration
 from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes
-from envace_jax.chat import load_tokenizer
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
@@ -305,7 +304,7 @@ def build(
     """
     reward = ChecklistReward() if reward is None else reward
     inputs = read_inputs(config, reward) if inputs is None else inputs
-    chat = load_tokenizer(inputs.folder)
+    chat = inputs.chat
     model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
     policy = parts.make_policy(config, model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)

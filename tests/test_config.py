@@ -162,6 +162,11 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"limits__act_context": 513}, "sampler.max_length: 512 is below limits.act_context=513"),
         ({"limits__rehearse_response": 97}, "prompts.max_rehearse_prompt + limits.rehearse_response = 416 + 97"),
         ({"prompts__max_act_prompt": 500}, "prompts.max_act_prompt + limits.act_response = 500 + 96"),
+        ({"data__longest_prompt": -1}, "data.longest_prompt: -1 is too small; it must be at least 0"),
+        (
+            {"data__longest_prompt": 321},
+            "data.longest_prompt: 321 has no effect above prompts.max_act_prompt=320",
+        ),
         ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),
         (
             {"batch__drop_zero_advantage": True, "grpo__kl_coef": 0.1},

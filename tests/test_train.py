@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def test_a_reward_of_ones_own_may_score_what_program_checks_cannot(tmp_path):
 def test_sequences_beyond_the_models_positions_are_refused(tmp_path):
     """Only the longest sequence counts: positions restart in a packed row, and a slot may be longer than is used."""
     base = ROOT / "envace_jax" / "assets" / "tiny_base" / "config.json"
+    shutil.copy(base.with_name("tokenizer.json"), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(json.loads(base.read_text()) | {"max_position_embeddings": 440}))
     lengths = {"sampler.max_length": 512, "batch.row_length": 600, "model.path": str(tmp_path)}
     assert inputs.read_inputs(tiny_config(**lengths), ChecklistReward()).folder == tmp_path
