@@ -59,6 +59,7 @@ class DataConfig:
     # Tokens of system text, tools and first user turn: longer tasks are left out, as are those that the limits cannot
     # hold in any case. 0 leaves it to the limits.
     longest_prompt: int = 0
+    environments: tuple[str, ...] = ()  # files of environments of one's own, which tasks call by the file's name
     split: Literal["train", "heldout"] = "train"  # of the tiny world
     count: int = 0  # tasks to use; 0 takes every task of a file (the tiny world needs a number)
     seed: int = 0  # of the generated tasks and of the order in which tasks are drawn

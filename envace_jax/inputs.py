@@ -43,6 +43,8 @@ class Inputs:
 
 def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     """Reads the tasks and finds the model. Raises ConfigError, ValueError or FileNotFoundError, one line each."""
+    for file in config.data.environments:
+        envs.add_file(configuration.local_path(file))
     tasks, heldout, unseen = _tasks(config)
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envace_jax.envs import domain_names, execution_count, load_domain, make_environment
+from envace_jax import config as configuration
+from envace_jax import envs, inputs
+from envace_jax.data import write_tasks
+from envace_jax.envs import domain_names, execution_count, load_domain, make_environment, tiny
+from envace_jax.rewards.checklist import ChecklistReward
 
 ACCOUNTS = {"bob": 120, "ann": 30}
 SHOP = {"lamp": {"price": 15, "stock": 3}}
@@ -185,3 +190,72 @@ def test_transfers_neither_make_nor_lose_money(rng):
         arguments = {"source": source, "target": target, "amount": rng.randint(-5, 300)}
         state, _ = domain.execute(state, "transfer", arguments)
         assert sum(state.values()) == total and min(state.values()) >= 0
+
+
+OWN = """
+from __future__ import annotations
+import dataclasses
+from envace_jax.envs import function_schema
+
+@dataclasses.dataclass
+class Step:
+    amount: int
+
+TOOLS = [function_schema("add", amount={"type": "integer"})]
+
+def execute(state, name, arguments):
+    count = state["count"] + Step(**arguments).amount
+    return {"count": count}, {"count": count}
+"""
+
+
+def test_a_file_from_outside_is_an_environment_once_the_settings_name_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(envs, "_own", {})
+    (tmp_path / "counter.py").write_text(OWN)
+    with pytest.raises(ValueError, match="no environment is called 'counter'"):  # a task alone cannot have it loaded
+        load_domain("counter")
+    envs.add_file(tmp_path / "counter.py")
+    assert play("counter", {"count": 1}, ("add", {"amount": 2}, {"count": 3})) == {"count": 3}
+    with pytest.raises(ValueError, match="no environment is called 'other'; there are: .*shop.*counter"):
+        load_domain("other")
+    envs.add_file(tmp_path / "counter.py")  # the same file again, as a second start does
+    (tmp_path / "twin").mkdir()
+    (tmp_path / "twin" / "counter.py").write_text(OWN)
+    with pytest.raises(ValueError, match="an environment is called 'counter' already"):
+        envs.add_file(tmp_path / "twin" / "counter.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("shop.py", OWN, "an environment is called 'shop' already; rename the file"),
+        ("a.py", "TOOLS = []", "no environment, which has TOOLS and execute"),
+        ("a.py", "1 / 0", "cannot be loaded: ZeroDivisionError"),
+        ("a.py", "def", "cannot be loaded: SyntaxError"),
+        ("a.txt", OWN, "not a Python file; an environment's name ends in .py"),
+        ("a.py", None, "there is no environment file"),
+    ],
+)
+def test_a_file_that_is_no_environment_is_refused(name, text, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(envs, "_own", {})
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+        envs.add_file(tmp_path / name)
+    assert reason in str(refused.value) and "\n" not in str(refused.value) and envs._own == {}
+
+
+def test_a_runs_settings_load_the_files_they_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(envs, "_own", {})
+    (tmp_path / "counter.py").write_text(OWN)
+    task = dataclasses.replace(tiny.tasks("train", 1, 0)[0], environment={"name": "counter", "state": {"count": 1}})
+    write_tasks(tmp_path / "t.jsonl", [task])
+    data = {"source": str(tmp_path / "t.jsonl"), "tasks_per_step": 1}
+    settings = {"data": data, "rollout": {"responder": "real"}, "model": {"path": "asset:tiny_base"}}
+    lengths = {"prompts": {"max_act_prompt": 900, "max_rehearse_prompt": 900}, "sampler": {"max_length": 2000}}
+    lengths |= {"limits": {"act_context": 1000, "act_response": 100, "rehearse_response": 100}}
+    run = configuration.from_config_dict(settings | lengths)
+    with pytest.raises(ValueError, match="no environment is called 'counter'"):
+        inputs.read_inputs(run, ChecklistReward())
+    named = dataclasses.replace(run.data, environments=(str(tmp_path / "counter.py"),))
+    assert len(inputs.read_inputs(dataclasses.replace(run, data=named), ChecklistReward()).tasks) == 1

@@ -1,8 +1,8 @@
 """Executable environments: modules of this package, found by name. There are two kinds.
 
-A *domain* is one file with `TOOLS` (OpenAI function schemas) and `execute(state, name, arguments) -> (new_state,
-result)`, pure and run in this process. Arguments are checked against the schemas here, so a domain sees only
-well-formed calls.
+A *domain* is one file, of this package or one's own (`add_file`), with `TOOLS` (OpenAI function schemas) and
+`execute(state, name, arguments) -> (new_state, result)`, pure and run in this process. Arguments are checked against
+the schemas here, so a domain sees only well-formed calls.
 
 A *process module* is a benchmark that runs in worker processes (`worker.py`), and has
 
@@ -18,10 +18,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import pkgutil
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
@@ -31,6 +34,7 @@ from envace_jax.types import Json
 
 _count_lock = threading.Lock()
 _executions = 0
+_own: dict[str, ModuleType] = {}  # by name, what `add_file` has loaded
 
 
 class Environment(Protocol):
@@ -90,10 +94,39 @@ def process_names() -> tuple[str, ...]:
     return tuple(name for name, module in _modules().items() if all(hasattr(module, attribute) for attribute in wanted))
 
 
+def add_file(path: Path) -> None:
+    """Makes a file from outside the package a domain, called by the file's name without `.py`.
+
+    The file is executed. That is why a person names it in the settings, and a task, which may come from anywhere, can
+    only choose among those. Raises ValueError where it is no domain or its name is another's, FileNotFoundError where
+    it is missing.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no environment file {path}")
+    name, file = path.stem, str(path.resolve())
+    if name in _modules() or (name in _own and _own[name].__file__ != file):
+        raise ValueError(f"{path}: an environment is called {name!r} already; rename the file")
+    spec = importlib.util.spec_from_file_location(f"{__name__}.own.{name}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: not a Python file; an environment's name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # some of what a file may hold looks itself up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is a program: it may raise anything
+        message = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be loaded: {type(error).__name__}: {message}") from error
+    if not (hasattr(module, "TOOLS") and hasattr(module, "execute")):
+        raise ValueError(f"{path}: no environment, which has TOOLS and execute(state, name, arguments)")
+    _own[name] = module
+
+
 def load_domain(name: str) -> ModuleType:
     """The domain module called `name`; raises ValueError naming the environments there are."""
+    if name in _own:
+        return _own[name]
     if name not in domain_names():
-        there = ", ".join((*domain_names(), *process_names()))
+        there = ", ".join((*domain_names(), *process_names(), *_own))
         raise ValueError(f"no environment is called {name!r}; there are: {there}")
     return _modules()[name]
 
