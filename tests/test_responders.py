@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import scripted
 
-from envace_jax.envs import make_environment
+from envace_jax.envs import load_process, make_environment
 from envace_jax.responders import Real, Rehearsed
 from envace_jax.types import Need, ToolCall
 
@@ -60,3 +62,49 @@ def test_real_runs_the_environments_of_this_package():
     responder = Real(make_environment)
     with pytest.raises(ValueError, match="no environment is called 'bank'"):
         responder.respond(0, scripted.task(), BALANCE, ()).result(0)
+
+
+class Slow(scripted.Bank):
+    """A bank in another process: its answers come when the test says so."""
+
+    made: list[Slow] = []
+
+    def __init__(self, spec):
+        super().__init__({"state": {"ann": 5}})
+        self.asked, self.closed = [], False
+        self.made.append(self)
+
+    def call(self, name, arguments):
+        self.asked.append((name, Future()))
+        return self.asked[-1][1]
+
+    def state(self):
+        raise AssertionError("no state of a process module is kept")
+
+    def close(self):
+        self.closed = True
+
+
+def test_real_hands_futures_through_and_closes_what_it_opened():
+    task = scripted.task(environment={"name": "bfcl", "state": {}})
+    assert load_process("bfcl") is not None
+    Slow.made, responder = [], Real(Slow)
+    texts = [responder.respond(0, task, call, ()) for call in (BALANCE, DEPOSIT, BALANCE, BALANCE)]
+    (bank,) = Slow.made
+    assert [name for name, _ in bank.asked] == ["balance", "deposit", "balance", "balance"]
+    assert responder.calls == 4 and not any(text.done() for text in texts)
+    texts[3].cancel()
+    for (_, future), value in zip(bank.asked, ({"n": "é"}, {"n": float("nan")}, None, {}), strict=True):
+        future.set_result(value) if value is not None else future.set_exception(OSError("gone"))
+    assert texts[0].result(0) == '{"n": "é"}' and texts[3].cancelled()
+    with pytest.raises(ValueError, match="JSON compliant"):
+        texts[1].result(0)
+    with pytest.raises(OSError, match="gone"):
+        texts[2].result(0)
+    responder.end(1, task)  # nothing was called, so nothing is opened
+    assert len(Slow.made) == 1 and not bank.closed
+    responder.end(0, task)
+    assert bank.closed
+    responder.respond(2, task, BALANCE, ())
+    responder.close()
+    assert Slow.made[1].closed

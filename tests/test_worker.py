@@ -65,13 +65,14 @@ def test_a_slow_call_holds_up_no_episode_of_another_child(pool):
     assert sleeping.result(WAIT) == {"slept": 3}
 
 
-def test_a_call_past_its_time_is_a_fault_of_its_episode_alone():
+def test_a_call_past_its_time_is_a_fault_of_its_episode_alone(tmp_path):
     pool = WorkerPool(SCRIPT, sys.executable, workers=1, timeout_s=5)
     try:
         guilty, innocent = pool.open({"start": 0}), pool.open({"start": 5})
         before = innocent.call("add", {"number": 1, "quiet": True}).result(WAIT)
         pid = pool.ask(1).result(WAIT)["pid"]
-        sleeping, behind = guilty.call("sleep", {"seconds": 1000}), add(guilty, 1)
+        note = tmp_path / "note"
+        sleeping, behind = guilty.call("sleep", {"seconds": 1000, "note": str(note)}), add(guilty, 1)
         after = add(innocent, 2)
         with pytest.raises(EnvironmentFault, match=r"worker_script.py: call: no answer within 5 s"):
             sleeping.result(WAIT)
@@ -81,6 +82,7 @@ def test_a_call_past_its_time_is_a_fault_of_its_episode_alone():
         assert innocent.state().result(WAIT) == {"total": 8, "order": [1, 2]}
         with pytest.raises(EnvironmentFault, match="no answer within 5 s"):
             guilty.state().result(WAIT)
+        assert note.read_text() == "asleep\n"  # not tried again: that would only take as long again
         assert not is_alive(pid) and pool.ask(1).result(WAIT)["pid"] != pid
     finally:
         pool.close()
@@ -194,20 +196,21 @@ def test_closing_the_pool_ends_children_and_fails_what_was_asked():
     assert not is_alive(pool.info["pid"])
 
 
-def test_children_die_with_the_process_that_started_them():
+def test_children_die_with_the_process_that_started_them(tmp_path):
+    note = tmp_path / "note"
     program = (
         "import sys, pathlib; from envace_jax.envs.worker import WorkerPool\n"
         "pool = WorkerPool(pathlib.Path(sys.argv[1]), sys.executable, workers=1)\n"
-        "pool.open({'start': 0}).call('sleep', {'seconds': 1000})\n"
+        "pool.open({'start': 0}).call('sleep', {'seconds': 1000, 'note': sys.argv[2]})\n"
         "print(pool.info['pid'], flush=True); sys.stdin.read()\n"
     )
     root = str(Path(__file__).parent.parent)
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", program, str(SCRIPT), str(note)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     child = int(parent.stdout.readline())
-    assert is_alive(child)
+    assert wait_until(note.exists) and is_alive(child)  # in the middle of a call, not where it would see its input end
     parent.kill()
     parent.communicate()
     assert wait_until(lambda: not is_alive(child))

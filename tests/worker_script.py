@@ -26,6 +26,9 @@ def call(episode, name, arguments):
         episode["order"].append(arguments["number"])
         return {"total": episode["total"], "pid": None if "quiet" in arguments else os.getpid()}
     if name == "sleep":
+        if "note" in arguments:
+            with open(arguments["note"], "a") as file:
+                file.write("asleep\n")
         time.sleep(arguments["seconds"])
         return {"slept": arguments["seconds"]}
     if name == "allocate":
