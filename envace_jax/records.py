@@ -34,6 +34,7 @@ CHECK_FIELDS: dict[str, dict[str, type]] = {
     "result": {"name": str, "field": str, "value": object},
     "reply": {"words": list},
     "no_call": {},
+    "call_among": {"name": str, "arguments": dict},
 }  # kind -> its fields besides `kind`
 
 
@@ -263,6 +264,8 @@ def _read_check(check: Json, where: str, tools: AbstractSet[str]) -> Mapping[str
         _field(check, name, expected, f"{where}: check")
     if unknown := sorted(set(check) - set(fields) - {"kind"}):
         raise ValueError(f"{where}: a check of kind {kind} has no field {unknown[0]!r}")
+    if kind == "call_among" and not all(isinstance(options, list) for options in check["arguments"].values()):
+        raise ValueError(f"{where}: the arguments of a call_among check are not lists of what is accepted")
     words = check["words"] if kind == "reply" else ["none"]
     if not words or not all(isinstance(word, str) and word.strip() for word in words):
         raise ValueError(f"{where}: the words of a reply check are not texts, or there are none")

@@ -53,6 +53,7 @@ class CheckItem:
 
     `check` is None (needs a judge) or one of
       {"kind": "call", "name": str, "arguments": {...}}            a call with exactly these arguments
+      {"kind": "call_among", "name": str, "arguments": {name: [accepted, ...]}}  a call with one of those for each
       {"kind": "result", "name": str, "field": str, "value": json}  a field of that tool's result
       {"kind": "reply", "words": [str, ...]}                        words of the turn's final reply
       {"kind": "no_call"}                                           no tool is called in the turn

@@ -99,7 +99,7 @@ def passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
         return not steps
     if kind == "reply":
         return says(reply, check["words"])
-    if kind not in ("call", "result"):
+    if kind not in ("call", "call_among", "result"):
         raise RewardUnavailable(f"the item {item.question!r} has a check of the unknown kind {kind!r}")
     sound = (step for step in steps if not any(is_error(result) for _, _, result in step))
     return any(_call_passes(check, *entry) for step in sound for entry in step)
@@ -110,7 +110,27 @@ def _call_passes(check: Mapping[str, Json], name: str, arguments: Json, result: 
         return False
     if check["kind"] == "call":
         return json_equal(arguments, check["arguments"])
+    if check["kind"] == "call_among":
+        return _among(arguments, check["arguments"])
     return isinstance(result, dict) and json_equal(result.get(check["field"], _MISSING), check["value"])
+
+
+def _among(given: Json, accepted: Mapping[str, Json]) -> bool:
+    """Whether every member is one of those accepted for it; where "" is among them, it may be left out."""
+    if not isinstance(given, Mapping) or not given.keys() <= accepted.keys():
+        return False
+    return all(
+        any(_is_option(given[name], option) for option in options) if name in given else "" in options
+        for name, options in accepted.items()
+    )
+
+
+def _is_option(value: Json, option: Json) -> bool:
+    if isinstance(option, Mapping) and all(isinstance(options, list) for options in option.values()):
+        return _among(value, option)  # members of an object have lists of what is accepted too
+    if isinstance(option, list) and isinstance(value, list):
+        return len(value) == len(option) and all(map(_is_option, value, option))
+    return json_equal(value, option)
 
 
 def _with_dependence(items: Sequence[CheckItem], passed: Sequence[bool]) -> tuple[bool, ...]:
