@@ -53,7 +53,9 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: str = ""  # "tiny" for the generated world, or tasks: a file, folder, pattern or hub id (data.py)
+    # "tiny" for the generated world, or tasks: a file, folder, pattern or hub id (data.py); or a benchmark's, such as
+    # bfcl:multi_turn_base (docs/environments.md).
+    source: str = ""
     checklist: int = 0  # which of a record's checklists scores it
     bad_records: Literal["stop", "skip"] = "stop"  # a few may be left out, with their reasons
     # Tokens of system text, tools and first user turn: longer tasks are left out, as are those that the limits cannot

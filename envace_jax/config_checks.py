@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from envace_jax import envs
+
 if TYPE_CHECKING:
     from envace_jax.config import RunConfig
 
@@ -112,9 +114,12 @@ def _sources(config: RunConfig) -> Iterator[str]:
     if config.data.source == "tiny" and config.data.count < 1:
         yield "data.count: the tiny world generates its tasks; say how many (at least 1)"
     if config.data.source != "tiny":
-        for key in ("heldout_tasks", "unseen_tasks", "fidelity_calls"):
+        if config.evaluation.heldout_tasks and envs.load_process(config.data.source.partition(":")[0]) is None:
+            there = ", ".join(["tiny", *(f"{name}:..." for name in envs.process_names())])
+            yield f"evaluation.heldout_tasks: needs executable tasks, which the sources {there} have; set it to 0"
+        for key in ("unseen_tasks", "fidelity_calls"):
             if getattr(config.evaluation, key):
-                yield f"evaluation.{key}: needs executable tasks, which only data.source=tiny has; set it to 0"
+                yield f"evaluation.{key}: only data.source=tiny has what it needs; set it to 0"
 
 
 def _reward(config: RunConfig) -> Iterator[str]:

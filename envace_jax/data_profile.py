@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +20,12 @@ import jsonschema
 import referencing
 
 from envace_jax import config as configuration
-from envace_jax import data
+from envace_jax import data, envs
 from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.prompt_lengths import first_prompt_tokens
 from envace_jax.records import record_from_task
 from envace_jax.roles import canonical_result
+from envace_jax.task_store import TaskWriter
 from envace_jax.types import Json, Task
 
 SHOWN_TOOLS = 10
@@ -155,15 +158,29 @@ def lines(result: dict[str, Any], unit: str) -> list[str]:
     return shown
 
 
+def _corpus(path: str, variant: int) -> data.Corpus:
+    """What is at `path`, or a benchmark's tasks (`bfcl:multi_turn_base`)."""
+    name, _, part = path.partition(":")
+    if (process := envs.load_process(name)) is None:
+        return data.read_corpus(path, variant, "skip", most_bad=1.0)
+    stored = TaskWriter()
+    with contextlib.redirect_stdout(sys.stderr):  # the profile alone is the output
+        for task in process.tasks(part):
+            stored.add(task)
+    return data.Corpus(stored.finish(), ())
+
+
 def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m envace_jax.data", description=__doc__.partition("\n")[0])
-    parser.add_argument("--path", required=True, help="file, folder, pattern or hub id (owner/name:split)")
+    parser.add_argument(
+        "--path", required=True, help="file, folder, pattern, hub id (owner/name:split) or benchmark's part"
+    )
     parser.add_argument("--variant", type=int, default=0, help="which of a record's checklists")
     parser.add_argument("--model", help="folder of a model, or asset:NAME: lengths in its tokens, first prompts too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(given)
     try:
-        corpus = data.read_corpus(args.path, args.variant, "skip", most_bad=1.0)
+        corpus = _corpus(args.path, args.variant)
         chat = None if args.model is None else load_tokenizer(configuration.model_path(args.model))
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from envace_jax import config as configuration
 from envace_jax import config_checks, envs, fingerprint, parts, prompt_lengths
 from envace_jax.chat import Chat, load_tokenizer
@@ -21,6 +23,8 @@ from envace_jax.models import hf
 from envace_jax.rewards import Reward
 from envace_jax.task_store import StoredTasks
 from envace_jax.types import Need, Task
+
+HELDOUT_STREAM = 1  # of random numbers, beside those of the order of tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +101,29 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 def _tasks(config: RunConfig) -> tuple[Sequence[Task], tuple[Task, ...], tuple[Task, ...]]:
     data, wanted = config.data, config.evaluation
     if data.source != "tiny":
-        tasks = read_file_tasks(data)
-        return (tasks[: data.count] if data.count else tasks), (), ()
+        benchmark, _, part = data.source.partition(":")
+        process = envs.load_process(benchmark)
+        if process is None:
+            stored = read_file_tasks(data)
+            return (stored[: data.count] if data.count else stored), (), ()
+        tasks, heldout = _hold_out(process.tasks(part), wanted.heldout_tasks, data.seed)
+        return (tasks[: data.count] if data.count else tasks), heldout, ()
     return (
         tuple(tiny.tasks(data.split, data.count, data.seed)),
         tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
         tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
     )
+
+
+def _hold_out(tasks: Sequence[Task], count: int, seed: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Those to train on and `count` drawn by the seed to evaluate on, both in their order."""
+    if count and count >= len(tasks):
+        raise ConfigError(
+            f"evaluation.heldout_tasks: {count} of the {len(tasks)} tasks there are leave none to train on"
+        )
+    held = set(np.random.default_rng((seed, HELDOUT_STREAM)).permutation(len(tasks))[:count].tolist())
+    kept = tuple(task for place, task in enumerate(tasks) if place not in held)
+    return kept, tuple(task for place, task in enumerate(tasks) if place in held)
 
 
 def read_file_tasks(data: configuration.DataConfig) -> StoredTasks:
@@ -135,7 +155,8 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
         for task in tasks:
             if task.environment is None:
                 raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
-            envs.load_domain(task.environment["name"])
+            if envs.load_process(task.environment["name"]) is None:
+                envs.load_domain(task.environment["name"])
 
 
 def _check_fidelity(config: RunConfig, tasks: Sequence[Task]) -> None:

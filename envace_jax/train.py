@@ -379,7 +379,8 @@ def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> d
             )  # fmt: skip
             values[name + suffix] = result.rate
             masked += sum(trajectory.status == "failed" for trajectory in result.trajectories)
-    calls = [call for task in setup.heldout for call in evaluate.calls_of(task, tiny.conversation(task), setup.prompts)]
+    told = setup.heldout if wanted.fidelity_calls else ()  # only the tiny world's are
+    calls = [call for task in told for call in evaluate.calls_of(task, tiny.conversation(task), setup.prompts)]
     calls = calls[: wanted.fidelity_calls]
     for name, examples in (("fidelity", True), ("fidelity_without_examples", False)):
         if calls:
