@@ -25,6 +25,7 @@ from envace_jax.buckets import Buckets
 from envace_jax.chat import ParsedAssistant
 from envace_jax.draw import draw
 from envace_jax.episode import Limits
+from envace_jax.models import attention
 from envace_jax.models.qwen import QwenConfig, make_policy
 from envace_jax.responders import Rehearsed
 from envace_jax.rollout import rollout
@@ -35,7 +36,7 @@ CONFIG = QwenConfig(
     vocab_size=48, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=48, init_std=0.3, rope_theta=1e4
 )
 LIMIT = 45  # ids 45..47 are rows of the embedding without a token
-LENGTH = 160  # attention reads a cache in blocks of 128
+LENGTH = 160
 STOP, REHEARSE_STOP = (1, 2, 3, 4), (7, 11)
 POLICIES = {layout: make_policy(CONFIG, unroll=layout == "written out") for layout in ("written out", "scanned")}
 WEIGHTS = [POLICIES["scanned"].init(jax.random.key(seed)) for seed in (0, 1)]
@@ -70,6 +71,14 @@ def make_sampler(shape: Shape, **changes) -> Sampler:
 
 
 shared_sampler = functools.cache(make_sampler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_blocks():
+    """Attention reads the caches of these tests in several blocks, the last of which overlaps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "CACHE_BLOCK", 64)
+        yield
 
 
 @functools.cache
@@ -285,8 +294,10 @@ def test_any_schedule_on_a_mesh(run_python):
         import random
         import jax
         import test_schedules as t
+        from envace_jax.models import attention
         from envace_jax.models.qwen import make_policy, shardings
         from envace_jax.sharding import make_mesh
+        attention.CACHE_BLOCK = 64
         mesh = make_mesh(2, 2, 2)
         t.POLICIES["mesh"] = make_policy(t.CONFIG, mesh=mesh)
         params = jax.device_put(t.WEIGHTS[0], shardings(t.CONFIG, mesh))

@@ -7,7 +7,6 @@ Knows no parameters. Shape letters as in `types.py`; N query heads, G = N / K qu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ KeyValue = tuple[jax.Array, jax.Array]
 MASKED = -1e30  # finite, so that a row without any allowed key stays finite in value and gradient
 QUERY_BLOCK = 128
 MAX_QUERY_BLOCKS = 16  # of one row, to bound what is compiled
-CACHE_BLOCK = 128
+CACHE_BLOCK = 256
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -43,46 +42,45 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _group(q: jax.Array, kv_heads: int) -> jax.Array:
-    rows, time, heads, head_dim = q.shape
-    return q.reshape(rows, time, kv_heads, heads // kv_heads, head_dim)
+Part = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted sum of values
 
 
-def _partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention before its division: the largest score, the sum of weights and the weighted sum of values.
+def _partial(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Part:
+    """Attention before its division, f32[B,K,Q,1], f32[B,K,Q,1] and f32[B,K,Q,H].
 
-    q [B,T,K,G,H]; k, v [B,S,K,H]; mask bool, broadcastable to [B,1,1,T,S] -> f32[B,K,G,T,1], f32[B,K,G,T,1],
-    f32[B,K,G,T,H]. Partial results over different keys are put together by `_join`.
+    q [B,K,Q,H]; k [B,K,H,S]; v [B,K,S,H]: as the products read them, so that nothing is copied into another
+    order. mask bool, broadcastable to [B,1,Q,S]. Partial results over different keys are put together by `_join`.
     """
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * (q.shape[-1] ** -0.5)
-    scores = jnp.where(mask, scores, MASKED)
+    scores = jnp.einsum("bkqh,bkhs->bkqs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * (q.shape[-1] ** -0.5), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    out = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return top, weights.sum(axis=-1, keepdims=True), out
 
 
-def _join(
-    one: tuple[jax.Array, jax.Array, jax.Array], other: tuple[jax.Array, jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _join(one: Part, other: Part) -> Part:
     top = jnp.maximum(one[0], other[0])
     scale, other_scale = jnp.exp(one[0] - top), jnp.exp(other[0] - top)
     return top, one[1] * scale + other[1] * other_scale, one[2] * scale + other[2] * other_scale
 
 
-def _finish(part: tuple[jax.Array, jax.Array, jax.Array], q: jax.Array) -> jax.Array:
-    """[B, T, N, H] in q's dtype from a partial result."""
-    return (part[2] / part[1]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> Part:
+    """A causal row with itself: q [B,K,G,T,H], k [B,K,H,T], v [B,K,T,H] -> f32[B,K,G,T,1 and H].
 
-
-def _causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    """Yields partial results for consecutive blocks of queries of one causal row, each with the keys up to its end."""
-    time = q.shape[1]
+    Computed by blocks of queries, each with the keys up to its end.
+    """
+    rows, heads, group, time, head_dim = q.shape
     size = max(QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
+    parts = []
     for start in range(0, time, size):
         end = min(start + size, time)
-        mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :])[None]
-        yield _partial(_group(q[:, start:end], k.shape[2]), k[:, :end], v[:, :end], mask[:, None, None])
+        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
+        block = q[:, :, :, start:end].reshape(rows, heads, -1, head_dim)
+        part = _partial(block, k[..., :end], v[:, :, :end], jnp.tile(mask, (group, 1)))
+        parts.append(tuple(x.reshape(rows, heads, group, end - start, -1) for x in part))
+    top, weight, out = (jnp.concatenate(pieces, axis=3) for pieces in zip(*parts, strict=True))
+    return top, weight, out
 
 
 def attend_cached(
@@ -90,24 +88,30 @@ def attend_cached(
 ) -> jax.Array:
     """Token i of row b reads cached positions below lengths[b], and new tokens up to itself.
 
-    q [B,T,N,H]; k, v [B,T,K,H] of the new tokens; `read(start, size)` gives cached keys and values [B,size,K,H] of
-    `slots` positions in all -> [B,T,N,H]. Real tokens are a prefix of the row, so the causal mask alone keeps padding
-    out. The cache is read block by block as far as the longest row reaches, so an unused position costs nothing.
+    q [B,T,N,H]; k, v [B,T,K,H] of the new tokens; `read(start, size)` gives cached keys [B,K,H,size] and values
+    [B,K,size,H] of `slots` positions in all -> [B,T,N,H]. Real tokens are a prefix of the row, so the causal mask alone
+    keeps padding out. The cache is read block by block as far as the longest row reaches, so an unused position costs
+    nothing.
     """
-    size = min(CACHE_BLOCK, slots)
-    grouped = _group(q, k.shape[2])
+    rows, time, _, head_dim = q.shape
+    heads, size = k.shape[2], min(CACHE_BLOCK, slots)
+    grouped = q.reshape(rows, time, heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    # The query heads of a key/value head lie one after another: a single product for all of them.
+    flat = grouped.reshape(rows, heads, -1, head_dim)
 
-    def add_block(index: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+    def add_block(index: jax.Array, part: Part) -> Part:
         start = jnp.minimum(index * size, slots - size)  # the last block may overlap the one before it
         at = start + jnp.arange(size)
         mask = (at[None, :] >= index * size) & (at[None, :] < lengths[:, None])
         keys, values = read(start, size)
-        block = _partial(grouped, keys.astype(q.dtype), values.astype(q.dtype), mask[:, None, None, None])
-        return _join(part, block)
+        return _join(part, _partial(flat, keys.astype(q.dtype), values.astype(q.dtype), mask[:, None, None]))
 
-    new = jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=3), *_causal_blocks(q, k, v))
+    new = _causal(grouped, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+    first = tuple(x.reshape(rows, heads, -1, x.shape[-1]) for x in new)
     blocks = (jnp.minimum(lengths.max(), slots) + size - 1) // size
-    return _finish(jax.lax.fori_loop(0, blocks, add_block, new), q)
+    _, weight, out = jax.lax.fori_loop(0, blocks, add_block, first)
+    attended = (out / weight).astype(q.dtype).reshape(grouped.shape)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 # --- a cache that is one array for all layers: k, v [L, B, S, K, H] ---
@@ -121,7 +125,7 @@ def stacked_reader(cache: KVCache, layer: jax.Array | int) -> Callable[[jax.Arra
             shape = (1, array.shape[1], size, *array.shape[3:])
             return jax.lax.dynamic_slice(array, (layer, 0, start, 0, 0), shape)[0]
 
-        return piece(cache.k), piece(cache.v)
+        return piece(cache.k).transpose(0, 2, 3, 1), piece(cache.v).transpose(0, 2, 1, 3)
 
     return read
 
@@ -153,8 +157,8 @@ def layer_reader(k: jax.Array, v: jax.Array) -> Callable[[jax.Array, int], KeyVa
     """For `attend_cached`: keys and values of a layer's own arrays."""
 
     def read(start: jax.Array, size: int) -> KeyValue:
-        keys = jax.lax.dynamic_slice_in_dim(k, start, size, axis=3).transpose(0, 3, 1, 2)
-        return keys, jax.lax.dynamic_slice_in_dim(v, start, size, axis=2).transpose(0, 2, 1, 3)
+        keys = jax.lax.dynamic_slice_in_dim(k, start, size, axis=3)
+        return keys, jax.lax.dynamic_slice_in_dim(v, start, size, axis=2)
 
     return read
 
@@ -175,7 +179,7 @@ def attend_one(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> 
 
     q [B,1,N,H]; k [B,K,H,S], v [B,K,S,H] -> [B,1,N,H].
     """
-    grouped = _group(q, k.shape[1])[:, 0]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
     mask = jnp.arange(v.shape[2])[None, :] <= lengths[:, None]
     scores = jnp.where(mask[:, None, None], scores * (q.shape[-1] ** -0.5), MASKED)
