@@ -47,8 +47,9 @@ class Settings:
     slots: int = 16
     decode_chunk: int = 8
     cache_rows: int = 0  # kept streams; 0: two for each trajectory, so that none is evicted
-    prefill_lengths: tuple[int, ...] = (64, 256, 1024)
-    prefill_rows: tuple[int, ...] = (1, 4)
+    # A prefill costs about what its padded tokens cost; on a CPU a row of its own is no dearer than one of several.
+    prefill_lengths: tuple[int, ...] = (64, 128, 192, 256, 384, 512, 768, 1024)
+    prefill_rows: tuple[int, ...] = (1,)
     # Of a training row that holds several streams; 0: LONG_ROWS longest streams, rounded up to `rounding`. A row for
     # one segment has the length of the longest stream.
     row_length: int = 0
