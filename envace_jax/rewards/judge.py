@@ -7,15 +7,14 @@ error. A judge's fault masks the trajectory; it is never a verdict. Knows no pol
 
 from __future__ import annotations
 
-import hashlib
+import collections
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TextIO
 
 from envace_jax import json_values
+from envace_jax.answers import AnswerCache, key_of
 from envace_jax.rewards import RewardUnavailable
 from envace_jax.rewards.checklist import is_error, passes, read_turn, turn_score
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
@@ -35,7 +34,7 @@ Answer with JSON alone: {"verdicts": [[...], ...]}, a list for each step in orde
 class JudgedReward:
     """Scores turns by program checks where items have them and by a judge where they have not.
 
-    With `cache` a file of JSON lines keeps verdicts by what was asked, for this run and later ones; `name` stands for
+    With `cache` a file keeps verdicts by what was asked (`answers.py`), for this run and later ones; `name` stands for
     the judge there. A turn that needs no judge is scored at once. `counts` are the judge's, for the run's metrics.
     """
 
@@ -46,11 +45,11 @@ class JudgedReward:
         name: str,
         cache: Path | None = None,
         options: Mapping[str, Json] | None = None,
-        counts: Mapping[str, int] | None = None,
+        counts: collections.Counter[str] | None = None,
     ) -> None:
-        self.counts = {} if counts is None else counts
+        self.counts = collections.Counter[str]() if counts is None else counts
         self._ask, self._name, self._options = ask, name, dict(options or {})
-        self._cache = None if cache is None else VerdictCache(cache)
+        self._cache = None if cache is None else AnswerCache(cache, self.counts)
 
     def close(self) -> None:
         """Closes the file of verdicts."""
@@ -86,18 +85,27 @@ class JudgedReward:
 
     def _verdicts(self, messages: list[Message], steps: int, items: int) -> Future[Verdicts]:
         """The kept verdicts of a question, or the judge's, which are kept from now on."""
-        key = hashlib.sha256(json.dumps([self._name, self._options, messages], sort_keys=True).encode()).hexdigest()
-        kept = None if self._cache is None else self._cache.get(key, steps, items)
-        if kept is not None:
-            return _finished(kept)
 
-        def read(text: str) -> Verdicts:
-            verdicts = read_verdicts(text, steps, items)
-            if self._cache is not None:
-                self._cache.put(key, verdicts)
-            return verdicts
+        def ask() -> Future[Verdicts]:
+            return self._ask(
+                messages,
+                lambda text: read_verdicts(text, steps, items),
+                schema=verdict_schema(steps, items),
+                **self._options,
+            )
 
-        return self._ask(messages, read, schema=verdict_schema(steps, items), **self._options)
+        if self._cache is None:
+            return ask()
+        key = key_of([self._name, self._options, messages])
+        return self._cache.answer(key, ask, lambda rows: _are_verdicts(rows, steps, items))
+
+
+def _are_verdicts(rows: Json, steps: int, items: int) -> bool:
+    try:
+        read_verdicts(json.dumps({"verdicts": rows}), steps, items)
+    except ValueError:
+        return False
+    return True
 
 
 def _finished(verdicts: Verdicts) -> Future[Verdicts]:
@@ -184,51 +192,3 @@ def read_verdicts(text: str, steps: int, items: int) -> Verdicts:
         if not isinstance(row, list) or len(row) != items or not all(isinstance(entry, bool) for entry in row):
             raise ValueError(f"a step's verdicts are not {items} booleans: {json.dumps(row)[:80]}")
     return tuple(map(tuple, rows))
-
-
-class VerdictCache:
-    """Verdicts by the hash of what was asked, in a file of JSON lines that is only ever added to.
-
-    A line that a killed run left half-written is passed over, and so is one that does not fit what is asked.
-    """
-
-    def __init__(self, path: Path):
-        self._path, self._lock = path, threading.Lock()
-        self._kept: dict[str, Json] = {}
-        self._file: TextIO | None = None  # opened when there is something to keep
-        self._torn = False
-        if path.exists():
-            data = path.read_bytes()
-            self._torn = bool(data) and not data.endswith(b"\n")
-            for line in data.splitlines():
-                try:
-                    key, rows = json.loads(line)
-                    self._kept[key] = rows
-                except (ValueError, TypeError):
-                    continue
-
-    def get(self, key: str, steps: int, items: int) -> Verdicts | None:
-        with self._lock:
-            rows = self._kept.get(key)
-        try:
-            return None if rows is None else read_verdicts(json.dumps({"verdicts": rows}), steps, items)
-        except ValueError:
-            return None
-
-    def put(self, key: str, verdicts: Verdicts) -> None:
-        with self._lock:
-            if key in self._kept:  # two turns that asked the same at once
-                return
-            self._kept[key] = [list(row) for row in verdicts]
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
-                self._file.write("\n" if self._torn else "")
-            self._file.write(json.dumps([key, self._kept[key]]) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
