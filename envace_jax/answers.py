@@ -50,7 +50,7 @@ class AnswerCache:
     def answer(self, key: str, ask: Callable[[], Future[Json]], fits: Callable[[Json], bool]) -> Future[Json]:
         """The kept answer if it `fits`, the one under way, or `ask()`'s, which is kept from now on.
 
-        The future is shared: whoever gets it must not cancel it. A fault is not kept.
+        The future is shared, so nobody can cancel it. A fault is not kept.
         """
         with self._lock:
             shared = self._under_way.get(key)

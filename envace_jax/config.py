@@ -117,6 +117,7 @@ class RolloutConfig:
     # ever by `frozen_checkpoint`, a folder or hub id; "" is model.path.
     players: Literal["shared", "separate", "frozen_act", "frozen_rehearse"] = "shared"
     frozen_checkpoint: str = ""
+    schema_check: bool = False  # calls that do not fit their tool's schema end the trajectory; nobody is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,16 @@ class ExternalConfig:
     """The model that answers tool calls where rollout.responder is external, by the policy's REHEARSE prompts."""
 
     checkpoint: str = ""  # one in this process, never trained: a folder or hub id with the policy's tokenizer
+    urls: tuple[str, ...] = ()  # OpenAI-compatible base addresses, such as http://host:8000/v1
+    model: str = ""  # its name there
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
+    concurrency: int = 32  # questions under way at once
+    timeout_s: float = 120.0
+    retries: int = 7  # tries after the first, with growing waits; then the trajectory is masked
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 8000  # of an answer
+    cache: bool = False  # in WORKDIR/external.jsonl: the same call in the same state is asked once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +145,7 @@ class RewardConfig:
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
     concurrency: int = 32  # questions under way at once
     timeout_s: float = 120.0
-    retries: int = 6  # tries after the first, with growing waits; then the trajectory is masked
+    retries: int = 7  # tries after the first, with growing waits; then the trajectory is masked
     temperature: float = 0.6
     top_p: float = 0.8
     max_tokens: int = 4096  # of a judge's answer
@@ -244,8 +255,9 @@ class RunConfig:
     compilation_cache: str = ""  # folder of compiled programs; "" is ~/.cache/envace_jax/xla, "off" keeps none
 
 
-# How a judge is reached and what is done about its faults, not what it says: a resumed run may change these.
-FREE_OF_REWARD = ("urls", "key_variable", "concurrency", "timeout_s", "retries", "keep_verdicts", "most_masked")
+# How a model is reached and what is done about its faults, not what it says: a resumed run may change these.
+FREE_OF_ENDPOINT = ("urls", "key_variable", "concurrency", "timeout_s", "retries")
+FREE_OF_REWARD = (*FREE_OF_ENDPOINT, "keep_verdicts", "most_masked")
 
 
 def default_config_dict() -> config_dict.ConfigDict:
@@ -292,11 +304,12 @@ def unsettable(key: str) -> str | None:
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 
-    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge is reached, and the
-    number of steps unless the learning rate's schedule is stretched over them.
+    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge or an external model is
+    reached, and the number of steps unless the learning rate's schedule is stretched over them.
     """
     before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
     free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in FREE_OF_REWARD}
+    free |= {f"external.{name}" for name in FREE_OF_ENDPOINT}
     free |= {"steps"} if current.optimizer.schedule == "constant" else set()
     lines = []
     for key in sorted(before.keys() | now.keys()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envace_jax import envs
 
 if TYPE_CHECKING:
-    from envace_jax.config import RunConfig
+    from envace_jax.config import ExternalConfig, RewardConfig, RunConfig
 
 AT_LEAST = {
     1: (
@@ -20,11 +20,12 @@ AT_LEAST = {
         "prompts.max_rehearse_prompt limits.assistant_turns limits.user_turns limits.parallel_calls limits.generations "
         "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
         "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
-        "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens"
+        "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens "
+        "external.concurrency external.max_tokens"
     ),
     0: (
         "seed data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
-        "reward.temperature "
+        "reward.temperature external.retries external.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
@@ -33,12 +34,19 @@ AT_LEAST = {
         "logging.trajectories_per_step"
     ),
 }
-POSITIVE = ("optimizer.eps", "optimizer.clip_norm", "reward.timeout_s", "fidelity.weight")
+POSITIVE = (
+    "optimizer.eps",
+    "optimizer.clip_norm",
+    "reward.timeout_s",
+    "external.timeout_s",
+    "fidelity.weight",
+)
 SHARES = (
     "sampler.top_p",
     "evaluation.top_p",
     "sampler.refill_share",
     "reward.top_p",
+    "external.top_p",
     "reward.most_masked",
     "fidelity.threshold",
 )  # in (0, 1]
@@ -49,7 +57,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Yields one line per problem, saying which setting, what it is, and what would be accepted."""
     yield from _single_values(config)
     yield from _sources(config)
-    yield from _reward(config)
+    yield from _models_outside(config)
     yield from _players(config)
     yield from _lengths(config)
     yield from _learning(config)
@@ -122,13 +130,27 @@ def _sources(config: RunConfig) -> Iterator[str]:
                 yield f"evaluation.{key}: only data.source=tiny has what it needs; set it to 0"
 
 
-def _reward(config: RunConfig) -> Iterator[str]:
-    reward = config.reward
-    if reward.kind == "judge":
-        if not reward.urls or not all(url.startswith(("http://", "https://")) for url in reward.urls):
-            yield f"reward.urls: {list(reward.urls)}; a judge needs addresses such as http://host:8000/v1"
-        if not reward.model:
-            yield "reward.model: empty; name the model that the judge's address serves"
+def _models_outside(config: RunConfig) -> Iterator[str]:
+    if config.reward.kind == "judge":
+        yield from _endpoint("reward", "judge", config.reward)
+    simulator = config.external
+    if config.rollout.responder == "external" and not simulator.checkpoint:
+        yield from _endpoint("external", "simulator", simulator)
+    if simulator.checkpoint and (simulator.urls or simulator.cache):
+        yield (
+            f"external.checkpoint: {simulator.checkpoint} answers in this process, by the policy's sampling settings, "
+            "and nothing is kept; leave external.urls and external.cache out"
+        )
+
+
+def _endpoint(group: str, name: str, settings: RewardConfig | ExternalConfig) -> Iterator[str]:
+    if not settings.urls or not all(url.startswith(("http://", "https://")) for url in settings.urls):
+        yield (
+            f"{group}.urls: {list(settings.urls)}; a {name} needs addresses such as http://host:8000/v1, or "
+            f"{group}.checkpoint"
+        )
+    if not settings.model:
+        yield f"{group}.model: empty; name the model that the {name}'s address serves"
 
 
 def _players(config: RunConfig) -> Iterator[str]:
@@ -145,8 +167,6 @@ def _players(config: RunConfig) -> Iterator[str]:
         )
     if simulator and rollout.responder != "external":
         yield f"external.checkpoint: nobody asks it with rollout.responder={rollout.responder}; set that to external"
-    if rollout.responder == "external" and not simulator:
-        yield "external.checkpoint: empty; give the folder or hub id of the model that answers tool calls"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

@@ -44,7 +44,7 @@ class EndpointSettings:
     key_variable: str = "OPENAI_API_KEY"  # environment variable with the key; none is sent where it is not set
     concurrency: int = 32  # questions under way at once
     timeout_s: float = 60.0  # of a try: without any byte of an answer
-    retries: int = 6  # tries after the first
+    retries: int = 7  # tries after the first; with these waits, 34 s at least: an outage of 30 s is outlived
     backoff_s: float = 1.0  # before the first retry; doubles up to LONGEST_WAIT_S
 
     def __post_init__(self) -> None:

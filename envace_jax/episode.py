@@ -3,7 +3,7 @@
 An Episode is frozen; each `on_...` function takes what the episode waited for and gives the next Episode. It does no
 IO and knows neither the sampler nor who answers outside calls; `rollout.py` moves it along.
 
-    ACT --calls--> REHEARSE or RESPONSE --results--> ACT
+    ACT --calls--> REHEARSE or RESPONSE --results--> ACT (or, for calls that do not fit their schemas, NOTHING)
     ACT --plain reply--> JUDGE --score--> ACT (the next user turn), or NOTHING
 
 The ACT stream is a list of pieces that is only ever extended: prompt pieces, sampled ids as they were sampled, what
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Sequence
 
 import numpy as np
 
 from envace_jax.chat import ParsedAssistant, parse_assistant
 from envace_jax.roles import (
+    ERROR_KEY,
     Prompts,
     PromptTooLong,
     act_prompt,
@@ -30,7 +32,11 @@ from envace_jax.roles import (
     parse_rehearsal,
     rehearse_prompt,
 )
+from envace_jax.tool_schemas import refusal
 from envace_jax.types import Message, Need, Role, Segment, Status, Task, ToolCall, Trajectory, TurnScore
+
+# What the conversation says of calls beside one that was refused.
+UNANSWERED = json.dumps({ERROR_KEY: {"code": "not_asked", "message": "another call was refused", "details": ""}})
 
 
 class Reason(enum.StrEnum):
@@ -40,7 +46,8 @@ class Reason(enum.StrEnum):
     MALFORMED_CALL = "malformed_call"  # an assistant message whose calls cannot be read
     TOO_MANY_CALLS = "too_many_calls"  # more parallel calls than the limit
     REHEARSAL_ERROR = "rehearsal_error"  # a rehearsed result is unreadable or says that the call cannot be executed
-    TOOL_ERROR = "tool_error"  # the same from a real tool
+    TOOL_ERROR = "tool_error"  # the same from outside: a real tool, or another model that plays it
+    REFUSED_CALL = "refused_call"  # a call that its tool's schema does not allow; nobody was asked (`schema_check`)
     REQUIRED_ITEM = "required_item"  # a checklist item that the next user turn requires was not met
     LENGTH = "length"  # what the policy wrote reached a response limit, the context limit or a prompt limit
     ASSISTANT_LIMIT = "assistant_limit"  # as many assistant messages as allowed
@@ -91,6 +98,8 @@ class Episode:
     group_id: int
     attempt: int
     answered_by: Need  # REHEARSE or RESPONSE: who answers tool calls
+    prompted: bool = False  # whether answers from outside are asked for by REHEARSE prompts
+    schema_check: bool = False  # whether a call that does not fit its tool's schema ends the episode unasked
     needs: Need = Need.NOTHING
     requests: tuple[Request, ...] = ()
     act_pieces: tuple[np.ndarray, ...] = ()  # i32 each; their concatenation is the ACT stream
@@ -110,6 +119,11 @@ class Episode:
         return np.concatenate(self.act_pieces) if self.act_pieces else np.zeros(0, np.int32)
 
     @property
+    def act_text(self) -> str:
+        """The last assistant message as it was generated. Raises IndexError before the first."""
+        return _text(self, [segment for segment in self.segments if segment.role is Role.ACT][-1])
+
+    @property
     def turn_messages(self) -> tuple[Message, ...]:
         """The messages of the user turn under way, its user message first."""
         return self.messages[self.turn_start :]
@@ -123,6 +137,8 @@ def start(
     attempt: int,
     *,
     answered_by: Need = Need.REHEARSE,
+    prompted: bool = False,
+    schema_check: bool = False,
 ) -> Episode:
     """The episode before its first assistant message; already over, and masked, where its limits cannot hold the task.
 
@@ -139,12 +155,14 @@ def start(
         group_id,
         attempt,
         answered_by,
+        prompted,
+        schema_check,
         messages=tuple(opening),
         turn_start=len(opening) - 1,
     )
     try:
         prompt = act_prompt(prompts, task)
-        check_room(prompts, limits, task, answered_by, len(prompt))
+        check_room(prompts, limits, task, Need.REHEARSE if prompted else answered_by, len(prompt))
         return _ask_act(_extend(episode, prompt))
     except PromptTooLong as error:  # the data's or the settings' doing, not the policy's
         return on_fault(episode, error)
@@ -173,6 +191,9 @@ def on_act(episode: Episode, segment: Segment) -> Episode:
     if not parsed.calls:
         return dataclasses.replace(episode, needs=Need.JUDGE)
     episode = dataclasses.replace(episode, pending_calls=tuple(parsed.calls))
+    refusals = [refusal(episode.task.tools, call) for call in parsed.calls] if episode.schema_check else []
+    if any(refusals):  # the episode is over, so nobody is asked for the other calls' results either
+        return _take_results(episode, [text or UNANSWERED for text in refusals], Reason.REFUSED_CALL, rehearsed=False)
     if episode.answered_by is Need.RESPONSE:
         return dataclasses.replace(episode, needs=Need.RESPONSE)
     return _ask_rehearse(episode, before, act_text)
@@ -230,6 +251,19 @@ def on_fault(episode: Episode, error: BaseException) -> Episode:
     return dataclasses.replace(_end(episode, message[:300]), status="failed")
 
 
+def on_too_long(episode: Episode) -> Episode:
+    """No REHEARSE prompt for the pending calls fits: a fault if none could have fitted, else the policy wrote too much.
+
+    The same whether the policy was to answer or, by the same prompt, another model.
+    """
+    try:
+        for call in episode.pending_calls:  # `start` looked at one call for all tools
+            check_rehearse_room(episode.prompts, episode.task, call.name)
+    except PromptTooLong as error:
+        return on_fault(episode, error)
+    return _end(episode, Reason.LENGTH)
+
+
 def as_trajectory(episode: Episode) -> Trajectory:
     """The finished episode. Its reward is the mean over the task's user turns; turns not judged count 0."""
     _expect(episode, Need.NOTHING)
@@ -250,8 +284,9 @@ def as_trajectory(episode: Episode) -> Trajectory:
 def check_room(prompts: Prompts, limits: Limits, task: Task, answered_by: Need, prompt_length: int) -> None:
     """Raises PromptTooLong, naming the setting, where the task alone exceeds a limit, whatever the policy writes.
 
-    `prompt_length` is that of the first ACT prompt, in tokens. Results from outside are not counted: how many calls are
-    made, and of what, is the policy's doing.
+    `prompt_length` is that of the first ACT prompt, in tokens; `answered_by` is REHEARSE where calls are answered by
+    REHEARSE prompts, whoever gets them. Results are not counted: how many calls are made, and of what, is the policy's
+    doing.
     """
     prefix = len(prompts.chat.assistant_prefix(thinking=prompts.thinking))
     later = task.user_turns[1 : limits.user_turns]
@@ -300,22 +335,12 @@ def _ask_rehearse(episode: Episode, before: Sequence[Message], act_text: str) ->
             rehearse_prompt(episode.prompts, episode.task, before, act_text, call) for call in episode.pending_calls
         ]
     except PromptTooLong:
-        return _too_long_to_rehearse(episode)
+        return on_too_long(episode)
     requests = tuple(
         Request(Role.REHEARSE, first + position, np.asarray(prompt, np.int32), episode.limits.rehearse_response)
         for position, prompt in enumerate(prompts)
     )
     return dataclasses.replace(episode, needs=Need.REHEARSE, requests=requests)
-
-
-def _too_long_to_rehearse(episode: Episode) -> Episode:
-    """The end where a prompt does not fit: a fault if none could have fitted, else the policy wrote too much."""
-    try:
-        for call in episode.pending_calls:  # `start` looked at one call for all tools
-            check_rehearse_room(episode.prompts, episode.task, call.name)
-    except PromptTooLong as error:
-        return on_fault(episode, error)
-    return _end(episode, Reason.LENGTH)
 
 
 def _end(episode: Episode, reason: str) -> Episode:

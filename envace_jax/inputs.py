@@ -64,7 +64,7 @@ def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Seque
     """The tasks whose prompts fit; says which do not. Raises ConfigError where too few are left."""
     kept, left_out = prompt_lengths.leave_out_long(
         tasks, parts.make_prompts(config, chat), parts.make_limits(config),
-        answered_by=Need.REHEARSE if config.rollout.responder == "rehearsed" else Need.RESPONSE,
+        answered_by=Need.RESPONSE if config.rollout.responder == "real" else Need.REHEARSE,
         longest=config.data.longest_prompt,
     )  # fmt: skip
     if not kept:

@@ -1,4 +1,4 @@
-"""The parts of a run that play, each made of its groups of settings: policy, sampler, cast, prompts, limits.
+"""The parts of a run that play, each made of its groups of settings: policy, sampler, cast, responder, prompts, limits.
 
 `train.build` puts them together.
 """
@@ -11,12 +11,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from envace_jax import config_checks, players
+from envace_jax import config_checks, envs, external, players
 from envace_jax.buckets import Buckets
 from envace_jax.config import RunConfig
 from envace_jax.episode import Limits
 from envace_jax.models import hf, qwen
 from envace_jax.players import Cast
+from envace_jax.responders import Real, Rehearsed, Responder
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sampler
 from envace_jax.types import Policy
@@ -53,6 +54,15 @@ def make_cast(
     simulator = players.twin(sampler) if other == model else make_sampler(config, own, chat, mesh)
     both = (simulator, sampler) if kind == "frozen_act" else (sampler, simulator)
     return Cast(kind, policy.for_decoding, *both, own.for_decoding(params))
+
+
+def make_responder(config: RunConfig, prompts: Prompts, workdir: Path) -> Responder:
+    """Who answers tool calls; what an address answers may be kept in `workdir`. To be closed in the end."""
+    if config.rollout.responder == "real":
+        return Real(envs.make_environment)
+    if config.rollout.responder == "rehearsed":
+        return Rehearsed()
+    return players.Simulator() if config.external.checkpoint else external.opened(config.external, prompts, workdir)
 
 
 def make_prompts(config: RunConfig, chat: Any) -> Prompts:

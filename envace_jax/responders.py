@@ -1,7 +1,7 @@
 """Who answers a tool call: the policy itself (`Rehearsed`) or an executable environment (`Real`).
 
 A responder gives futures, so that a slow one holds up only the trajectories that wait for it. It knows nothing of
-tokens, prompts or rewards. A third one, another model behind an endpoint, has the same protocol.
+rewards. The third one, another model that gets the policy's REHEARSE prompts, is in `external.py`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,45 @@ from envace_jax.types import Json, MessageList, Need, Task, ToolCall
 
 
 class Responder(Protocol):
-    """`needs` says what an episode with open calls waits for: REHEARSE (the policy plays the tools) or RESPONSE."""
+    """`needs` says what an episode with open calls waits for: REHEARSE (the policy plays the tools) or RESPONSE.
+
+    `prompted` says whether an answer from outside is asked for by a REHEARSE prompt, which then has to fit.
+    """
 
     needs: Need
+    prompted: bool
 
-    def respond(self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList) -> Future[str]:
+    def respond(
+        self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList, act_text: str = ""
+    ) -> Future[str]:
         """The JSON text of the call's result, an object or an array; anything else, or an exception, is a fault.
 
-        Called once per call, in call order; `messages` is the conversation up to and including the calling message.
+        Called once per call, in call order; `messages` is the conversation up to and including the calling message, and
+        `act_text` that message as it was generated. Raises roles.PromptTooLong where the prompt does not fit.
         """
 
     def end(self, trajectory_index: int, task: Task) -> None:
         """The trajectory is over: nothing more will be asked for it."""
+
+    def close(self) -> None:
+        """Lets go of all that it holds."""
 
 
 class Rehearsed:
     """The policy answers its own calls, in its REHEARSE role; nothing outside is ever asked."""
 
     needs = Need.REHEARSE
+    prompted = False  # nothing outside is asked
 
-    def respond(self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList) -> Future[str]:
+    def respond(
+        self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList, act_text: str = ""
+    ) -> Future[str]:
         raise RuntimeError(f"call {call.name!r} of task {task.task_id!r} was to be rehearsed, not answered outside")
 
     def end(self, trajectory_index: int, task: Task) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -52,6 +68,7 @@ class Real:
     """
 
     needs = Need.RESPONSE
+    prompted = False
 
     def __init__(self, make_environment: Callable[[Mapping[str, Json]], Environment]) -> None:
         self.calls = 0
@@ -59,7 +76,9 @@ class Real:
         self._open: dict[int, Environment] = {}
         self._final_states: dict[int, Json] = {}
 
-    def respond(self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList) -> Future[str]:
+    def respond(
+        self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList, act_text: str = ""
+    ) -> Future[str]:
         answer: Future[str] = Future()
         try:
             environment = self._environment(trajectory_index, task)

@@ -51,6 +51,22 @@ class PromptTooLong(ValueError):
     """A prompt exceeds its limit even after all that may be left out was left out."""
 
 
+class NoResult(ValueError):
+    """A REHEARSE answer holds no result. `result` is the structured error that takes its place."""
+
+    def __init__(self, code: str, message: str, source: str):
+        super().__init__(message)
+        self.result = _error_result(code, message, source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A REHEARSE prompt in the two forms in which a model can be asked; their text is the same."""
+
+    messages: tuple[Message, ...]  # the system and the user message, for a model behind an endpoint
+    tokens: list[int]  # the same up to the answer, for a model in this process
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
     """How prompts are written.
@@ -107,7 +123,20 @@ def rehearse_prompt(
     *,
     reference: Reference | None = None,
 ) -> list[int]:
-    """Token ids that ask the policy to play the tool for one call: system text, one user text, assistant prefix.
+    """The token ids of `rehearse_question`: system text, one user text, assistant prefix."""
+    return rehearse_question(prompts, task, messages, act_text, call, reference=reference).tokens
+
+
+def rehearse_question(
+    prompts: Prompts,
+    task: Task,
+    messages: Sequence[Message],
+    act_text: str,
+    call: ToolCall,
+    *,
+    reference: Reference | None = None,
+) -> Question:
+    """What asks a model, the policy or another, to play the tool for one call.
 
     Args:
       messages: the conversation before the assistant message that calls; system messages are left out.
@@ -115,7 +144,7 @@ def rehearse_prompt(
       call: the call to answer.
       reference: example calls and results; by default the task's own if `prompts.reference_examples`.
 
-    What stays the same within a trajectory comes first, so that kept caches can be reused. If the prompt exceeds
+    What stays the same within a trajectory comes first, so that kept caches can be reused. If the tokens exceed
     `max_rehearse_prompt`, the oldest lines of the conversation are dropped, as few as possible; if that is not enough,
     also the examples least like the call. Raises PromptTooLong if it does not fit without any of them.
     """
@@ -124,19 +153,19 @@ def rehearse_prompt(
     lines = _conversation_lines(messages, flat=prompts.style == "compact")
     least_alike = _least_alike_first(reference, call)
 
-    def tokens_without(lines_dropped: int, examples_dropped: int = 0) -> list[int]:
+    def without(lines_dropped: int, examples_dropped: int = 0) -> Question:
         # By place, not by value: the reference may hold the same example twice.
         examples = [reference[place] for place in sorted(least_alike[examples_dropped:])]
         return _question(prompts, task, examples, lines[lines_dropped:], lines_dropped > 0, act_text, call)
 
     limit = prompts.max_rehearse_prompt
-    fewest = _fewest(len(lines), lambda count: len(tokens_without(count)) <= limit)
+    fewest = _fewest(len(lines), lambda count: len(without(count).tokens) <= limit)
     if fewest is not None:
-        return tokens_without(fewest)
-    fewest = _fewest(len(reference), lambda count: len(tokens_without(len(lines), count)) <= limit)
+        return without(fewest)
+    fewest = _fewest(len(reference), lambda count: len(without(len(lines), count).tokens) <= limit)
     if fewest is not None:
-        return tokens_without(len(lines), fewest)
-    least = len(tokens_without(len(lines), len(reference)))
+        return without(len(lines), fewest)
+    least = len(without(len(lines), len(reference)).tokens)
     raise PromptTooLong(
         f"the rehearse prompt for {call.name!r} in task {task.task_id!r} has {least} tokens without any conversation "
         f"or example; max_rehearse_prompt is {limit}"
@@ -159,7 +188,7 @@ def check_rehearse_room(prompts: Prompts, task: Task, name: str | None = None) -
 
     longest = max(calls, key=characters)
     message = f"{CALL_OPEN}\n{render_call(longest)}\n{CALL_CLOSE}"
-    least = len(_question(prompts, task, (), (), True, message, longest))
+    least = len(_question(prompts, task, (), (), True, message, longest).tokens)
     if least > prompts.max_rehearse_prompt:
         raise PromptTooLong(
             f"prompts.max_rehearse_prompt={prompts.max_rehearse_prompt} cannot hold the {least} tokens that asking for "
@@ -183,29 +212,40 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
 def parse_rehearsal(text: str) -> tuple[str, bool]:
     """Reads a REHEARSE answer into (canonical result text, ok).
 
+    Where `read_rehearsal` finds no result, the result is the JSON text of `{"error_tool_call": {"code", "message",
+    "details"}}` and ok is False; an answer that is itself such an error object is kept, and is not ok either.
+    """
+    try:
+        result = read_rehearsal(text)
+    except NoResult as missing:
+        return missing.result, False
+    return result, not is_error_result(result)
+
+
+def read_rehearsal(text: str) -> str:
+    """The canonical result text of a REHEARSE answer; a structured error is a result. Raises NoResult without one.
+
     The result is the JSON between the first opening and the last closing tag, a non-empty object or an array. What
     stands before and after the tags is passed over, though the prompt asks for none; so are thoughts that open the
-    text, with any tags in them. Where there is no such result, or thoughts are not closed, the result is the JSON text
-    of `{"error_tool_call": {"code", "message", "details"}}` and ok is False; an answer that is itself such an error
-    object is kept, and is not ok either.
+    text, with any tags in them, which must be closed.
     """
     answer = text
     if text.lstrip().startswith(THINK_OPEN):  # elsewhere the tags are part of a result or of a stray text
         _, thought, answer = text.partition(THINK_CLOSE)
         if not thought:
-            return _error_result("no_result", "the thinking was not closed", text), False
+            raise NoResult("no_result", "the thinking was not closed", text)
     _, opened, rest = answer.partition(RESULT_OPEN)
     body, closed, _ = rest.rpartition(RESULT_CLOSE)
     if not opened or not closed:
         tag = RESULT_CLOSE if opened else RESULT_OPEN
-        return _error_result("no_result", f"the answer has no {tag}", answer), False
+        raise NoResult("no_result", f"the answer has no {tag}", answer)
     try:
         result = canonical_result(body)
     except ValueError as error:
-        return _error_result("invalid_result", str(error), body), False
+        raise NoResult("invalid_result", str(error), body) from None
     if result == "{}":
-        return _error_result("invalid_result", "the object is empty", body), False
-    return result, not is_error_result(result)
+        raise NoResult("invalid_result", "the object is empty", body)
+    return result
 
 
 def rehearsal_target(result_text: str) -> str:
@@ -263,17 +303,19 @@ def _question(
     shortened: bool,
     act_text: str,
     call: ToolCall,
-) -> list[int]:
+) -> Question:
     """The REHEARSE prompt that holds just these examples and lines of the conversation."""
     write = _full_text if prompts.style == "full" else _compact_text
     text = write(task, examples, lines, shortened, act_text, call)
     if prompts.thinking:
         text += "\n/think"
-    return [
-        *prompts.chat.system(FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM, []),
+    system = FULL_SYSTEM if prompts.style == "full" else COMPACT_SYSTEM
+    tokens = [
+        *prompts.chat.system(system, []),
         *prompts.chat.user(text),
         *prompts.chat.assistant_prefix(thinking=prompts.thinking),
     ]
+    return Question(({"role": "system", "content": system}, {"role": "user", "content": text}), tokens)
 
 
 def _full_text(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import heapq
 import time
 import zlib
@@ -34,11 +35,12 @@ from envace_jax.episode import (
     on_rehearsed,
     on_results,
     on_score,
+    on_too_long,
     start,
 )
 from envace_jax.responders import Responder
 from envace_jax.rewards import Reward
-from envace_jax.roles import Prompts
+from envace_jax.roles import Prompts, PromptTooLong
 from envace_jax.sampling import Sample, Sampler, SampleRequest
 from envace_jax.types import Need, Params, Role, Segment, Task, Trajectory
 
@@ -70,6 +72,7 @@ def rollout(
     policy_version: int = 0,
     group_offset: int = 0,
     future_timeout_s: float | None = 600.0,
+    schema_check: bool = False,
     progress: Progress | None = None,
     rehearser: Player | None = None,
 ) -> list[Trajectory]:
@@ -84,6 +87,7 @@ def rollout(
       policy_version: written into every segment.
       group_offset: group ids are group_offset + position of the task.
       future_timeout_s: seconds that a responder or a judge may take; None waits without end.
+      schema_check: calls that do not fit their tool's schema end the trajectory without being put to anybody.
       progress: called after every round of the loop.
       rehearser: who plays REHEARSE instead, with a sampler of its own. Who plays decides no random number.
 
@@ -100,11 +104,14 @@ def rollout(
     for seat in run.different_seats():
         seat.sampler.reset()  # kept caches may be of other weights
     repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
+    begin = functools.partial(
+        start, prompts, limits, answered_by=responder.needs, prompted=responder.prompted, schema_check=schema_check
+    )
     for position, task in enumerate(tasks):
         first = attempts * repeats[task.task_id]
         repeats[task.task_id] += 1
         for attempt in range(first, first + attempts):
-            run.add(start(prompts, limits, task, group_offset + position, attempt, answered_by=responder.needs))
+            run.add(begin(task, group_offset + position, attempt))
 
     while run.unfinished:
         run.feed_slots()
@@ -185,18 +192,21 @@ class _Run:
             self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Masks a trajectory. One that was over already, and failed to close, stays over."""
+        """Masks a trajectory. One that was over already, and failed to close, stays over.
+
+        A prompt that does not fit may be the policy's doing; then nothing is masked.
+        """
         was_over = self.episodes[number].needs is Need.NOTHING
-        failed = on_fault(self.episodes[number], error)
+        too_long = isinstance(error, PromptTooLong) and not was_over
+        failed = on_too_long(self.episodes[number]) if too_long else on_fault(self.episodes[number], error)
         if was_over:
             self.episodes[number] = failed
         else:
             self.enter(number, failed)
 
     def respond(self, number: int, episode: Episode) -> tuple[Future[str], ...]:
-        return tuple(
-            self.responder.respond(number, episode.task, call, episode.messages) for call in episode.pending_calls
-        )
+        told = (episode.messages, episode.act_text)
+        return tuple(self.responder.respond(number, episode.task, call, *told) for call in episode.pending_calls)
 
     def ask_outside(self, number: int, futures: tuple[Future[Any], ...]) -> None:
         limit = float("inf") if self.future_timeout_s is None else self.future_timeout_s

@@ -35,7 +35,7 @@ from envace_jax.inputs import Inputs, read_inputs
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, qwen
 from envace_jax.players import Cast, State
-from envace_jax.responders import Real, Rehearsed
+from envace_jax.responders import Responder
 from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
@@ -66,7 +66,7 @@ class Setup:
     prompts: Prompts
     limits: Limits
     cast: Cast  # the samplers, and who plays and learns which role
-    responder: Rehearsed | Real
+    responder: Responder
     reward: Reward
     stream: TaskStream
     rehearsable: tuple[Task, ...]  # those with a call to hold out, where the configuration holds any out
@@ -93,7 +93,8 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
         known = checkpoints.latest_extra()
         if known is not None:
             workfolder.check_continued(workdir, config, known, kept["fingerprints"])
-        setup, state = build(config, mesh, reward, inputs)
+        setup, state = build(config, mesh, reward, inputs, workdir)
+        opened.callback(setup.responder.close)
         state, progress = _resume(checkpoints, state)
         progress |= kept
         began -= progress["seconds"]
@@ -209,7 +210,8 @@ def _sample(
             attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
             prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
             temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
-            group_offset=group_offset, progress=writer.progress if writer else None,
+            group_offset=group_offset, schema_check=config.rollout.schema_check,
+            progress=writer.progress if writer else None,
         )  # fmt: skip
 
     gathered = task_sampling.of_step(config.data, setup.stream, step, drawn, play)
@@ -296,11 +298,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 
 
 def build(
-    config: RunConfig, mesh: Mesh, reward: Reward | None = None, inputs: Inputs | None = None
+    config: RunConfig, mesh: Mesh, reward: Reward | None = None, inputs: Inputs | None = None, workdir: Path = Path()
 ) -> tuple[Setup, State]:
     """Loads the model and makes the compiled steps.
 
-    `reward` scores user turns, by program checks if it is None; `inputs` are read now if they were not before.
+    `reward` scores user turns, by program checks if it is None; `inputs` are read now if they were not before. What an
+    external model answers may be kept in `workdir`. The setup's responder is to be closed in the end.
     """
     reward = ChecklistReward() if reward is None else reward
     inputs = read_inputs(config, reward) if inputs is None else inputs
@@ -314,7 +317,7 @@ def build(
     setup = Setup(
         config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
         cast=parts.make_cast(config, policy, model, chat, mesh, inputs.frozen),
-        responder=_responder(config),
+        responder=parts.make_responder(config, prompts, workdir),
         reward=reward,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         rehearsable=fidelity.rehearsable(config, inputs.tasks),
@@ -324,12 +327,6 @@ def build(
         reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
     )  # fmt: skip
     return setup, players.begin(setup.cast.kind, params, lambda own: init_train_state(own, optimizer, mesh, shardings))
-
-
-def _responder(config: RunConfig) -> Rehearsed | Real:
-    if config.rollout.responder == "external":
-        return players.Simulator()
-    return Rehearsed() if config.rollout.responder == "rehearsed" else Real(envs.make_environment)
 
 
 def _optimizer(config: RunConfig) -> Any:

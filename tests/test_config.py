@@ -167,6 +167,17 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             {"data__longest_prompt": 321},
             "data.longest_prompt: 321 has no effect above prompts.max_act_prompt=320",
         ),
+        (
+            {"rollout__responder": "external", "external__model": "m"},
+            "external.urls: []; a simulator needs addresses such as http://host:8000/v1",
+        ),
+        (
+            {"rollout__responder": "external", "external__urls": ("http://h/v1",)},
+            "external.model: empty; name the model that the simulator's address serves",
+        ),
+        ({"reward__kind": "judge", "reward__model": "m"}, "reward.urls: []; a judge needs addresses such as http"),
+        ({"external__timeout_s": 0.0}, "external.timeout_s: 0.0 must be greater than 0"),
+        ({"external__top_p": 0.0}, "external.top_p: 0.0 must be greater than 0 and at most 1"),
         ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),
         (
             {"batch__drop_zero_advantage": True, "grpo__kl_coef": 0.1},
@@ -228,7 +239,11 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             "rollout.frozen_checkpoint: nobody plays it with rollout.players=separate",
         ),
         ({"external__checkpoint": "a"}, "external.checkpoint: nobody asks it with rollout.responder=rehearsed"),
-        ({"rollout__responder": "external"}, "external.checkpoint: empty; give the folder or hub id"),
+        ({"rollout__responder": "external"}, "external.urls: []; a simulator needs addresses such as http://host:8000"),
+        (
+            {"rollout__responder": "external", "external__checkpoint": "a", "external__cache": True},
+            "external.checkpoint: a answers in this process, by the policy's sampling settings, and noth",
+        ),
     ],
 )
 def test_impossible_settings_are_errors(changes: dict[str, typing.Any], expected: str) -> None:
@@ -269,7 +284,9 @@ def test_differing_keys_are_named_and_free_ones_are_not() -> None:
     free = changed(changed(run, "logging", tensorboard=False), "evaluation", heldout_tasks=1)
     free = dataclasses.replace(changed(free, "checkpoint", keep=9), steps=run.steps + 1, compilation_cache="off")
     free = dataclasses.replace(free, warm_up=not run.warm_up)
+    free = changed(changed(free, "external", urls=("http://h/v1",), retries=1), "reward", timeout_s=1.0)
     assert differing_keys(saved, free) == []
+    assert differing_keys(saved, changed(run, "external", cache=True)) == ["external.cache: False -> True"]
     other = dataclasses.replace(changed(run, "optimizer", learning_rate=0.5), seed=run.seed + 1)
     assert differing_keys(saved, other) == [
         f"optimizer.learning_rate: {run.optimizer.learning_rate!r} -> 0.5",

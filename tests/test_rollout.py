@@ -257,8 +257,9 @@ class Mute:
     """A responder that refuses in the one way that it should not: by raising instead of giving a future."""
 
     needs = Need.RESPONSE
+    prompted = False
 
-    def respond(self, trajectory_index, task, call, messages):
+    def respond(self, trajectory_index, task, call, messages, act_text):
         raise OSError("no route")
 
     def end(self, trajectory_index, task):
@@ -369,7 +370,7 @@ def later(value, delay: float) -> Future:
 class HalfSlow(Mute):
     """Answers Ann's calls at once and all others late."""
 
-    def respond(self, trajectory_index, task, call, messages):
+    def respond(self, trajectory_index, task, call, messages, act_text):
         return later('{"balance": 1}', 0.0 if call == ANN else 0.3)
 
 
