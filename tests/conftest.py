@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -59,3 +61,14 @@ def run_python_fixture() -> Callable[..., str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes longer than about 15 seconds; deselected by default")
+
+
+@pytest.fixture
+def compiled_once(tmp_path: Path) -> Iterator[None]:
+    """Programs that one run compiled are found by the next."""
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()

@@ -8,13 +8,11 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import scripted
 import simulator
 from endpoint_server import FaultyServer
-from jax.experimental.compilation_cache import compilation_cache
 from test_rollout import bank_script, play
 from test_train import run_killed_at
 from train_helpers import model_bytes, tiny_config
@@ -299,17 +297,6 @@ def test_with_the_check_a_refused_call_ends_it_and_nobody_is_asked(answered_by):
 
 NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
 TRANSIENT = ("status 500", "truncated", "types", "reset", "text no result")
-
-
-@pytest.fixture
-def compiled_once(tmp_path):
-    """Programs that one run compiled are found by the next."""
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def test_a_run_against_a_true_simulator_under_faults_killed_and_resumed_equals_the_real_loop(

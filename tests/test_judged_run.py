@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
+import time
 import zlib
 from concurrent.futures import Future
 
@@ -14,6 +17,7 @@ from train_helpers import judged, model_bytes, tiny_config
 from envace_jax import config as configuration
 from envace_jax import train
 from envace_jax.data import write_tasks
+from envace_jax.endpoint import Endpoint, EndpointSettings
 from envace_jax.envs import tiny
 from envace_jax.rewards import choose
 from envace_jax.rewards.judge import JudgedReward
@@ -54,7 +58,11 @@ def config(tmp_path):
     return lambda **changes: tiny_config(**(settings | changes))
 
 
-def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mesh, tmp_path):
+def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(
+    config, mesh, tmp_path, monkeypatch, compiled_once
+):
+    monkeypatch.setattr("envace_jax.endpoint.LONGEST_WAIT_S", 0.1)
+
     def fault(number, body):
         return "status 503" if lost(asked(body)) else TRANSIENT[number // 3 % 4] if number % 3 == 0 else None
 
@@ -75,13 +83,94 @@ def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mes
     assert model_bytes(tmp_path / "faulty") == model_bytes(tmp_path / "masked")
     lines = [json.loads(line) for line in (tmp_path / "faulty" / "metrics.jsonl").read_text().splitlines()]
     counts = [line for line in lines if "judge_tries" in line][-1]
-    assert sum(line.get("masked", 0) for line in lines) == counts["judge_given_up"] > 0
+    # Attempts that ask the same at once share the question, and its fate.
+    assert sum(line.get("masked", 0) for line in lines) >= counts["judge_given_up"] > 0
     assert counts["judge_fault_status_503"] == server.injected["status 503"]
     assert counts["judge_fault_connection"] == server.injected["reset"]
     assert counts["judge_tries"] == len(server.bodies)
     # What was judged is on disk: the same run again asks for what was lost alone.
     kept = (tmp_path / "faulty" / choose.VERDICTS_FILE).read_text().splitlines()
     assert len(kept) == len({json.loads(line)[0] for line in kept}) > 0
+
+
+FIVE_PERCENT = {0: "status 500", 4: "timeout", 8: "truncated", 12: "types", 16: "reset"}  # of 20 requests
+
+
+class Outage:
+    """What goes wrong with a request: a twentieth of each kind, and for a time nothing works at all."""
+
+    def __init__(self, seconds: float, first: int):
+        self.seconds, self.first, self.began = seconds, first, math.inf
+        self.counted = 0
+
+    def __call__(self, number, body):
+        now = time.monotonic()
+        if number == self.first:
+            self.began = now
+        if self.began <= now < self.began + self.seconds:
+            self.counted += 1
+            return "reset" if number % 2 else "status 503"
+        return "status 503" if lost(asked(body)) else FIVE_PERCENT.get(number % 20)
+
+
+def rollouts(monkeypatch, kept, mask=()):
+    """Every rollout's trajectories go to `kept`, by step; those at the places (step, index) of `mask` are masked."""
+    play = train.rollout
+
+    def masked(*args, **options):
+        step, played = options["step"], play(*args, **options)
+        for index in [index for of, index in mask if of == step]:
+            played[index] = dataclasses.replace(played[index], status="failed", reward=math.nan)
+        kept[step] = played
+        return played
+
+    monkeypatch.setattr(train, "rollout", masked)
+
+
+@pytest.mark.parametrize(
+    ("outage_s", "backoff_s", "longest_s", "timeout_s"),
+    [(1.5, 0.05, 0.5, 2.0), pytest.param(30.0, 1.0, 10.0, 10.0, marks=pytest.mark.slow)],
+)
+def test_an_outage_among_other_faults_only_masks(
+    outage_s, backoff_s, longest_s, timeout_s, config, mesh, tmp_path, monkeypatch, compiled_once
+):
+    """The waits and the outage are scaled alike: 30 s with the defaults, or all of it 20 times faster."""
+    monkeypatch.setattr("envace_jax.endpoint.LONGEST_WAIT_S", longest_s)
+    settings = config(**{"data.tasks_per_step": 4, "batch.row_buckets": (48,)})
+    outage, faulty, masked = Outage(outage_s, first=15), {}, {}
+    server = FaultyServer(lambda body: verdicts(asked(body)), outage, stall_s=timeout_s + 1)
+    with server.running() as url, monkeypatch.context() as patch:
+        rollouts(patch, faulty)
+        endpoint = Endpoint(EndpointSettings((url,), "judge", timeout_s=timeout_s, backoff_s=backoff_s))
+        train.run(settings, mesh, tmp_path / "faulty", JudgedReward(endpoint.ask, name="j", counts=endpoint.counts))
+        endpoint.close()
+    assert outage.counted > 3 and min(server.injected[kind] for kind in FIVE_PERCENT.values()) > 0
+    counts, injected = endpoint.counts, server.injected
+    assert {name: count for name, count in counts.items() if name.startswith("fault")} == {
+        "fault_status_500": injected["status 500"],
+        "fault_status_503": injected["status 503"],
+        "fault_timeout": injected["timeout"],
+        "fault_body": injected["truncated"] + injected["types"],
+        "fault_connection": injected["reset"],
+    }
+    assert counts["tries"] == len(server.bodies) == counts["answers"] + sum(n for kind, n in injected.items() if kind)
+    gone = [(step, index) for step in faulty for index, t in enumerate(faulty[step]) if t.status == "failed"]
+    assert len(gone) == counts["given_up"] > 0 and all(math.isnan(faulty[step][i].reward) for step, i in gone)
+
+    def ask(messages, read, **options):
+        future = Future()
+        future.set_result(read(verdicts(messages[1]["content"])))
+        return future
+
+    with monkeypatch.context() as patch:
+        rollouts(patch, masked, gone)
+        train.run(settings, mesh, tmp_path / "masked", JudgedReward(ask, name="j"))
+    assert model_bytes(tmp_path / "faulty") == model_bytes(tmp_path / "masked")
+    for step in faulty:
+        for one, other in zip(faulty[step], masked[step], strict=True):
+            if one.status == "ok":
+                assert one.reward == other.reward and one.turn_scores == other.turn_scores
+                assert [s.tokens.tolist() for s in one.segments] == [s.tokens.tolist() for s in other.segments]
 
 
 def test_too_many_masked_trajectories_end_the_run_with_the_reason(config, mesh, tmp_path):
