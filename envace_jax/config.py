@@ -140,6 +140,8 @@ class ExternalConfig:
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
     kind: Literal["checklist", "judge"] = "checklist"  # program checks alone; or a judge for the items without one
+    # A judge in this process instead of one behind addresses: a folder or hub id, or "policy", the trained one itself.
+    checkpoint: str = ""
     urls: tuple[str, ...] = ()  # of the judge: OpenAI-compatible base addresses, such as http://host:8000/v1
     model: str = ""  # its name there
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed

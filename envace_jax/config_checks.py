@@ -131,9 +131,14 @@ def _sources(config: RunConfig) -> Iterator[str]:
 
 
 def _models_outside(config: RunConfig) -> Iterator[str]:
-    if config.reward.kind == "judge":
-        yield from _endpoint("reward", "judge", config.reward)
-    simulator = config.external
+    reward, simulator = config.reward, config.external
+    if reward.kind == "judge" and not reward.checkpoint:
+        yield from _endpoint("reward", "judge", reward)
+    if reward.checkpoint and (reward.urls or reward.kind != "judge"):
+        yield (
+            f"reward.checkpoint: {reward.checkpoint} is for reward.kind=judge without reward.urls; they are "
+            f"{reward.kind} and {list(reward.urls)}"
+        )
     if config.rollout.responder == "external" and not simulator.checkpoint:
         yield from _endpoint("external", "simulator", simulator)
     if simulator.checkpoint and (simulator.urls or simulator.cache):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from jax.sharding import Mesh
 
 from envace_jax import config_checks, envs, external, players
 from envace_jax.buckets import Buckets
+from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import RunConfig
 from envace_jax.episode import Limits
+from envace_jax.local_model import LocalModel
 from envace_jax.models import hf, qwen
 from envace_jax.players import Cast
 from envace_jax.responders import Real, Rehearsed, Responder
+from envace_jax.rewards import choose
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sampler
 from envace_jax.types import Policy
@@ -63,6 +67,18 @@ def make_responder(config: RunConfig, prompts: Prompts, workdir: Path) -> Respon
     if config.rollout.responder == "rehearsed":
         return Rehearsed()
     return players.Simulator() if config.external.checkpoint else external.opened(config.external, prompts, workdir)
+
+
+def bind_judge(config: RunConfig, judge: LocalModel, chat: Chat, mesh: Mesh) -> None:
+    """Gives a judge in this process its model: the policy, or a checkpoint with a sampler of the run's settings."""
+    bind = functools.partial(judge.bind, max_length=config.sampler.max_length, thinking=config.prompts.thinking)
+    if config.reward.checkpoint in ("", choose.POLICY):
+        bind(chat)
+        return
+    folder = choose.judge_folder(config.reward)
+    model, params = hf.load(folder, mesh, dtype=config.model.param_dtype)
+    policy, own = make_policy(config, model, mesh), load_tokenizer(folder)
+    bind(own, sampler=make_sampler(config, policy, own, mesh), params=policy.for_decoding(params))
 
 
 def make_prompts(config: RunConfig, chat: Any) -> Prompts:

@@ -38,6 +38,7 @@ from envace_jax.episode import (
     on_too_long,
     start,
 )
+from envace_jax.local_model import LocalModel
 from envace_jax.responders import Responder
 from envace_jax.rewards import Reward
 from envace_jax.roles import Prompts, PromptTooLong
@@ -101,6 +102,8 @@ def rollout(
     act = _Seat(sampler, params)
     seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
     run = _Run(seats, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    if run.judge is not None:
+        run.judge.reset()
     for seat in run.different_seats():
         seat.sampler.reset()  # kept caches may be of other weights
     repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
@@ -115,7 +118,7 @@ def rollout(
 
     while run.unfinished:
         run.feed_slots()
-        if run.sampling:
+        if run.drawing:
             run.take_samples(run.decode())
         else:
             run.wait_for_answers()
@@ -168,6 +171,18 @@ class _Run:
     arrived: dict[int, dict[int, Segment]] = dataclasses.field(default_factory=dict)  # by number, by segment index
     outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)  # by number
 
+    @property
+    def judge(self) -> LocalModel | None:
+        """The model in this process that the reward asks, if it does."""
+        return getattr(self.reward, "model", None)
+
+    @functools.cached_property
+    def judge_seat(self) -> _Seat | None:
+        """Where the judge's questions are answered: in the seat of ACT, or in one of its own."""
+        if self.judge is None or self.judge.sampler is None:
+            return None if self.judge is None else self.seats[Role.ACT]
+        return _Seat(self.judge.sampler, self.judge.params)
+
     def add(self, episode: Episode) -> None:
         self.episodes.append(episode)
         self.unfinished += 1
@@ -209,17 +224,19 @@ class _Run:
         return tuple(self.responder.respond(number, episode.task, call, *told) for call in episode.pending_calls)
 
     def ask_outside(self, number: int, futures: tuple[Future[Any], ...]) -> None:
-        limit = float("inf") if self.future_timeout_s is None else self.future_timeout_s
+        own = self.judge is not None and self.episodes[number].needs is Need.JUDGE  # no clock decides that wait
+        limit = float("inf") if own or self.future_timeout_s is None else self.future_timeout_s
         self.outside[number] = _Outside(futures, time.monotonic() + limit)
 
     def different_seats(self) -> list[_Seat]:
-        return list({id(seat): seat for seat in self.seats.values()}.values())
+        seats = (*self.seats.values(), self.judge_seat)
+        return list({id(seat): seat for seat in seats if seat is not None}.values())
 
     def feed_slots(self) -> None:
-        """Gives free slots to waiting requests."""
+        """Gives free slots to waiting requests, a judge's questions first: what they end makes room."""
         for seat in self.different_seats():
-            requests = []
-            for _ in range(min(seat.sampler.free(), len(seat.waiting))):
+            requests = self.judge.requests(seat.sampler.free()) if self.judge and seat is self.judge_seat else []
+            for _ in range(min(seat.sampler.free() - len(requests), len(seat.waiting))):
                 number, index = heapq.heappop(seat.waiting)
                 episode = self.episodes[number]
                 request = episode.requests[index - episode.requests[0].index]
@@ -228,6 +245,11 @@ class _Run:
                 requests.append(self.sample_request(request_id, episode, request))
             if requests:
                 seat.sampler.submit(requests)
+
+    @property
+    def drawing(self) -> bool:
+        """Whether any sampler has something to draw."""
+        return any(seat.drawing for seat in self.different_seats())
 
     def decode(self) -> list[Sample]:
         """A call of every sampler that has something to draw; what finished."""
@@ -248,6 +270,9 @@ class _Run:
     def take_samples(self, samples: Sequence[Sample]) -> None:
         """Keeps finished generations; a trajectory whose requests are all answered moves on."""
         for sample in sorted(samples, key=lambda sample: sample.request_id):
+            if self.judge is not None and sample.request_id < 0:
+                self.judge.take(sample)
+                continue
             number, request = self.sampling.pop(sample.request_id)
             episode, arrived = self.episodes[number], self.arrived[number]
             self.tokens += len(sample.tokens)

@@ -86,7 +86,7 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
     workfolder.check(workdir, config)
     with contextlib.ExitStack() as opened:
         if reward is None:
-            reward = opened.enter_context(choose.chosen(config.reward, workdir))
+            reward = opened.enter_context(choose.chosen(config.reward, workdir, config.seed))
         inputs = read_inputs(config, reward)
         checkpoints = opened.enter_context(Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep))
         kept = {"config": configuration.to_json(config), "fingerprints": inputs.fingerprints()}
@@ -178,6 +178,8 @@ def iterate(
     if isinstance(setup.responder, players.Simulator):
         setup.responder.count(gathered.trajectories)
     setup.cast.reset()  # the caches make room for the train step
+    if (judge := getattr(setup.reward, "model", None)) is not None:
+        judge.reset()
     sampled = time.time()
     advantages_of = functools.partial(
         role_advantages, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
@@ -314,6 +316,8 @@ def build(
     optimizer = _optimizer(config)
     step_config = _step_config(config, chat.vocab_size, sharding.axis_size(mesh, sharding.BATCH_AXES))
     prompts, limits = parts.make_prompts(config, chat), parts.make_limits(config)
+    if (judge := getattr(reward, "model", None)) is not None:
+        parts.bind_judge(config, judge, chat, mesh)
     setup = Setup(
         config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
         cast=parts.make_cast(config, policy, model, chat, mesh, inputs.frozen),

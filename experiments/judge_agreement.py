@@ -2,6 +2,7 @@
 
     python experiments/judge_agreement.py --source=tiny --count=64 --url=http://host:8000/v1 --model=NAME
     python experiments/judge_agreement.py --source=TASKS.jsonl --trajectories=runs/NAME/trajectories.jsonl ...
+    python experiments/judge_agreement.py --checkpoint=FOLDER_OR_HUB_ID ...     (a judge in this process)
 
 The conversations are a run's (`--trajectories`, turns that were scored there) or the tasks' reference conversations and
 spoilt copies of them (`--spoilt` of each). A program check is taken for the truth, each item by itself: what an item
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import json
@@ -22,16 +24,24 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from envace_jax.config import DataConfig
+from envace_jax import fingerprint
+from envace_jax.buckets import Buckets
+from envace_jax.chat import load_tokenizer
+from envace_jax.config import DataConfig, model_path
 from envace_jax.endpoint import Endpoint, EndpointSettings
 from envace_jax.envs import tiny
 from envace_jax.inputs import read_file_tasks
+from envace_jax.local_model import LocalModel
 from envace_jax.metrics import read_json_lines, write_json_atomic
+from envace_jax.models import hf, qwen
 from envace_jax.rewards import RewardUnavailable
 from envace_jax.rewards.checklist import passes, read_turn
 from envace_jax.rewards.judge import JudgedReward
+from envace_jax.sampling import Sampler
+from envace_jax.sharding import make_mesh
 from envace_jax.types import Json, Message, Task, TurnScore
 
 VERDICTS_FILE, RESULT_FILE = "verdicts.jsonl", "judge_agreement.json"
@@ -300,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--spoilt", type=int, default=2, help="spoilt copies of each reference conversation")
     parser.add_argument("--url", action="append", default=[], help="of the judge; may be given several times")
     parser.add_argument("--model", default="", help="its name there")
+    parser.add_argument("--checkpoint", default="", help="instead of --url: a judge in this process")
+    parser.add_argument("--max_length", type=int, default=16384, help="tokens of a checkpoint's question and answer")
+    parser.add_argument("--slots", type=int, default=16, help="questions that a checkpoint answers side by side")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top_p", type=float, default=0.8)
     parser.add_argument("--max_tokens", type=int, default=4096)
@@ -316,26 +329,64 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if not cases:
         raise SystemExit("nothing to judge: no turn has a checklist item with a program check")
     options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    with contextlib.ExitStack() as opened:
+        name, asked, wait = asked_model(args, opened)
+        cache = args.out / VERDICTS_FILE
+        reward = JudgedReward(asked.ask, name=name, cache=cache, options=options, counts=asked.counts)
+        opened.callback(reward.close)
+        pairs, reasons = judge(reward, cases, wait)
+    result = report(pairs, len(cases), len(reasons), asked.counts)
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {"judge_name": args.model or args.checkpoint, "options": options}
+    write_json_atomic(args.out / RESULT_FILE, about | result)
+    print(table(result), *(f"for example: {reason}" for reason in reasons[:1]), sep="\n")
+    return result
+
+
+def asked_model(
+    args: argparse.Namespace, opened: contextlib.ExitStack
+) -> tuple[str, Endpoint | LocalModel, Callable[[Sequence[Future[Any]]], None]]:
+    """The judge's name in the file of verdicts, who is asked, and how to wait for the answers."""
+    if args.checkpoint:
+        folder = hf.resolve(model_path(args.checkpoint))
+        model = local_model(folder, args)
+        return json.dumps(fingerprint.of_model(folder)), model, lambda futures: finish(model)
     try:
         settings = EndpointSettings(
             tuple(args.url), args.model, concurrency=args.concurrency, timeout_s=args.timeout_s, retries=args.retries
         )
     except ValueError as error:
-        raise SystemExit(f"{error} (--url, --model)") from None
+        raise SystemExit(f"{error} (--url, --model; or --checkpoint)") from None
     endpoint = Endpoint(settings)
-    reward = JudgedReward(
-        endpoint.ask, name=args.model, cache=args.out / VERDICTS_FILE, options=options, counts=endpoint.counts
-    )
-    try:
-        pairs, reasons = judge(reward, cases, show_progress)
-    finally:
-        endpoint.close()
-        reward.close()
-    result = report(pairs, len(cases), len(reasons), endpoint.counts)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(args.out / RESULT_FILE, {"judge_name": args.model, "options": options} | result)
-    print(table(result), *(f"for example: {reason}" for reason in reasons[:1]), sep="\n")
-    return result
+    opened.callback(endpoint.close)
+    return args.model, endpoint, show_progress
+
+
+def local_model(folder: Path, args: argparse.Namespace) -> LocalModel:
+    """The checkpoint with a sampler of its own, over all devices."""
+    mesh, chat = make_mesh(), load_tokenizer(folder)
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # CPUs have no fast bfloat16
+    config, params = hf.load(folder, mesh, dtype=dtype)
+    policy = qwen.make_policy(config, mesh=mesh, compute_dtype=dtype)
+    sampler = Sampler(
+        policy, slots=args.slots, max_length=args.max_length, mesh=mesh, cache_dtype=dtype,
+        buckets=Buckets(tuple(size for size in (128, 512, 2048) if size <= args.max_length), (4,), (args.max_length,)),
+        vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids,
+    )  # fmt: skip
+    model = LocalModel(retries=args.retries)
+    model.bind(chat, max_length=args.max_length, thinking=True, sampler=sampler, params=policy.for_decoding(params))
+    return model
+
+
+def finish(model: LocalModel) -> None:
+    """Answers all that was asked, and says how far it is."""
+    shown = 0
+    while model.busy:
+        model.step()
+        done = model.counts["answers"] + model.counts["given_up"]
+        if done >= shown + 100:
+            shown = done
+            print(f"{done} answers", flush=True)
 
 
 def show_progress(futures: Sequence[Future[Any]]) -> None:

@@ -176,6 +176,10 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             "external.model: empty; name the model that the simulator's address serves",
         ),
         ({"reward__kind": "judge", "reward__model": "m"}, "reward.urls: []; a judge needs addresses such as http"),
+        (
+            {"reward__checkpoint": "policy"},
+            "reward.checkpoint: policy is for reward.kind=judge without reward.urls; they are checklist and []",
+        ),
         ({"external__timeout_s": 0.0}, "external.timeout_s: 0.0 must be greater than 0"),
         ({"external__top_p": 0.0}, "external.top_p: 0.0 must be greater than 0 and at most 1"),
         ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),

@@ -14,6 +14,7 @@ from judge_agreement import Pair
 
 from envace_jax.envs import tiny
 from envace_jax.metrics import json_line
+from envace_jax.rewards import judge as rewards_judge
 from envace_jax.rewards.judge import question, read_steps
 from envace_jax.types import CheckItem, Task
 
@@ -177,6 +178,24 @@ def test_a_runs_trajectories_are_judged_up_to_where_they_were_scored(tmp_path):
     assert result["turns"] == len(cases) == 7 and np.isfinite(result["all"]["accuracy"])
     with pytest.raises(ValueError, match=r"line 1: task .* is not among the tasks of --source"):
         judge_agreement.of_trajectories({}, path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_this_process_is_asked_and_its_verdicts_are_kept(tmp_path, monkeypatch):
+    """The shipped base cannot write verdicts, so whatever it writes is read as some."""
+    arguments = ["--checkpoint", "asset:tiny_base", "--count", "1", "--spoilt", "0", "--out", str(tmp_path)]
+    arguments += ["--max_length", "2048", "--slots", "2", "--max_tokens", "4", "--retries", "0"]
+    (first, *_) = cases = judge_agreement.of_references(tiny.tasks("heldout", 1, 0), 0)
+    monkeypatch.setattr(rewards_judge, "read_verdicts", lambda text, steps, items: ((True,) * items,) * steps)
+    result = judge_agreement.main(arguments)
+    assert result["turns"] == len(cases) and result["turns_not_judged"] == 0 and all(first.truth)
+    assert result["all"]["accuracy"] == 1.0 and result["judge"]["completion_tokens"] <= 4 * len(cases)
+    assert judge_agreement.main(arguments)["judge"] == {"cache_hits": len(cases)}
+    monkeypatch.undo()
+    (tmp_path / judge_agreement.VERDICTS_FILE).unlink()
+    unreadable = judge_agreement.main(arguments)
+    assert unreadable["turns_not_judged"] == unreadable["judge"]["given_up"] == len(cases)
+    assert unreadable["all"]["accuracy"] is None
 
 
 def test_bad_arguments_are_named(tmp_path):

@@ -15,7 +15,8 @@ class RewardUnavailable(RuntimeError):
 class Reward(Protocol):
     """Scores user turns; slow rewards answer later, through the future.
 
-    A reward may also have `can_score(task) -> bool`: a run of tasks none of which it can score is refused at the start.
+    A reward may also have `can_score(task) -> bool`: a run of tasks none of which it can score is refused at the start;
+    and `model`, a LocalModel that it asks: the rollout moves that along, and waits for its answers without end.
     """
 
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:

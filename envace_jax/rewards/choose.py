@@ -4,43 +4,65 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from envace_jax.config import RewardConfig, UserError
+from envace_jax import fingerprint
+from envace_jax.config import RewardConfig, UserError, model_path
 from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.local_model import LocalModel
+from envace_jax.models import hf
 from envace_jax.rewards import Reward
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.rewards.judge import JudgedReward
 from envace_jax.types import Trajectory
 
+POLICY = "policy"  # the checkpoint that is no folder: the trained policy as it is
 VERDICTS_FILE = "verdicts.jsonl"  # in the work folder
 
 
 @contextlib.contextmanager
-def chosen(settings: RewardConfig, workdir: Path) -> Iterator[Reward]:
-    """Program checks alone, or those and a judge whose verdicts are kept in the work folder; closed in the end."""
+def chosen(settings: RewardConfig, workdir: Path, seed: int = 0) -> Iterator[Reward]:
+    """Program checks alone, or those and a judge whose verdicts are kept in the work folder; closed in the end.
+
+    A judge in this process is yet to be bound to its model (`LocalModel.bind`).
+    """
     if settings.kind == "checklist":
         yield ChecklistReward()
         return
-    endpoint = Endpoint(
-        EndpointSettings(
-            settings.urls,
-            settings.model,
-            key_variable=settings.key_variable,
-            concurrency=settings.concurrency,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
-        )
-    )
     options = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
     cache = workdir / VERDICTS_FILE if settings.keep_verdicts else None
-    reward = JudgedReward(endpoint.ask, name=settings.model, cache=cache, options=options, counts=endpoint.counts)
-    try:
+    with contextlib.ExitStack() as opened:
+        if settings.checkpoint:
+            local = LocalModel(seed=seed, retries=settings.retries)
+            if settings.checkpoint == POLICY:
+                name, cache = POLICY, None  # what it would say changes with every step
+            else:
+                name = json.dumps(fingerprint.of_model(judge_folder(settings)))
+            reward = JudgedReward(local.ask, name=name, cache=cache, options=options, counts=local.counts, model=local)
+        else:
+            endpoint = Endpoint(
+                EndpointSettings(
+                    settings.urls,
+                    settings.model,
+                    key_variable=settings.key_variable,
+                    concurrency=settings.concurrency,
+                    timeout_s=settings.timeout_s,
+                    retries=settings.retries,
+                )
+            )
+            opened.callback(endpoint.close)
+            reward = JudgedReward(
+                endpoint.ask, name=settings.model, cache=cache, options=options, counts=endpoint.counts
+            )
+        opened.callback(reward.close)
         yield reward
-    finally:
-        endpoint.close()
-        reward.close()
+
+
+def judge_folder(settings: RewardConfig) -> Path:
+    """The folder of a judge's checkpoint. Raises FileNotFoundError or ConfigError where there is none."""
+    return hf.resolve(model_path(settings.checkpoint, "reward.checkpoint"))
 
 
 def check_masked(trajectories: Sequence[Trajectory], most_masked: float) -> None:

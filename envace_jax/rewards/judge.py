@@ -15,6 +15,7 @@ from pathlib import Path
 
 from envace_jax import json_values
 from envace_jax.answers import AnswerCache, key_of
+from envace_jax.local_model import LocalModel
 from envace_jax.rewards import RewardUnavailable
 from envace_jax.rewards.checklist import is_error, passes, read_turn, turn_score
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, TurnScore
@@ -46,7 +47,9 @@ class JudgedReward:
         cache: Path | None = None,
         options: Mapping[str, Json] | None = None,
         counts: collections.Counter[str] | None = None,
+        model: LocalModel | None = None,
     ) -> None:
+        self.model = model  # where `ask` is that of a model in this process
         self.counts = collections.Counter[str]() if counts is None else counts
         self._ask, self._name, self._options = ask, name, dict(options or {})
         self._cache = None if cache is None else AnswerCache(cache, self.counts)
