@@ -299,7 +299,7 @@ def read_tasks(source: str, split: str, count: int) -> list[Task]:
     return tasks[:count] if count else tasks
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="tiny", help="tiny, or tasks as data.source names them")
     parser.add_argument("--split", default="heldout", help="of the tiny world")
@@ -320,7 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--retries", type=int, default=7)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs") / "judge_agreement")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    args = make_parser().parse_args(arguments)
     tasks = read_tasks(args.source, args.split, args.count)
     if args.trajectories is None:
         cases = of_references(tasks, args.spoilt)
