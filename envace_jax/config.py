@@ -54,7 +54,7 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     # "tiny" for the generated world, or tasks: a file, folder, pattern or hub id (data.py); or a benchmark's, such as
-    # bfcl:multi_turn_base (docs/environments.md).
+    # bfcl:multi_turn_base or tau2:airline (docs/environments.md).
     source: str = ""
     checklist: int = 0  # which of a record's checklists scores it
     bad_records: Literal["stop", "skip"] = "stop"  # a few may be left out, with their reasons
@@ -156,6 +156,22 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class UserConfig:
+    """The model that plays the user in tasks with a simulated user; none where `urls` is empty."""
+
+    urls: tuple[str, ...] = ()  # OpenAI-compatible base addresses, such as http://host:8000/v1
+    model: str = ""  # its name there
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
+    concurrency: int = 32  # questions under way at once
+    timeout_s: float = 120.0
+    retries: int = 6  # tries after the first, with growing waits; then the trajectory is masked
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 2048  # of a message, its thoughts included
+    keep_answers: bool = True  # in WORKDIR/user_messages.jsonl: the same conversation gets the same message again
+
+
+@dataclasses.dataclass(frozen=True)
 class GrpoConfig:
     baseline: Literal["segment_mean", "trajectory_mean", "leave_one_out"] = "segment_mean"
     scale: Literal["none", "std"] = "none"
@@ -244,6 +260,7 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     external: ExternalConfig = dataclasses.field(default_factory=ExternalConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    user: UserConfig = dataclasses.field(default_factory=UserConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     fidelity: FidelityConfig = dataclasses.field(default_factory=FidelityConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -258,7 +275,7 @@ class RunConfig:
 
 
 # How a model is reached and what is done about its faults, not what it says: a resumed run may change these.
-FREE_OF_ENDPOINT = ("urls", "key_variable", "concurrency", "timeout_s", "retries")
+FREE_OF_ENDPOINT = ("urls", "key_variable", "concurrency", "timeout_s", "retries")  # of a simulator, of a user
 FREE_OF_REWARD = (*FREE_OF_ENDPOINT, "keep_verdicts", "most_masked")
 
 
@@ -306,12 +323,12 @@ def unsettable(key: str) -> str | None:
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 
-    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge or an external model is
-    reached, and the number of steps unless the learning rate's schedule is stretched over them.
+    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge, an external model or a
+    user is reached, and the number of steps unless the learning rate's schedule is stretched over them.
     """
     before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
     free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in FREE_OF_REWARD}
-    free |= {f"external.{name}" for name in FREE_OF_ENDPOINT}
+    free |= {f"{group}.{name}" for group in ("external", "user") for name in FREE_OF_ENDPOINT}
     free |= {"steps"} if current.optimizer.schedule == "constant" else set()
     lines = []
     for key in sorted(before.keys() | now.keys()):

@@ -21,11 +21,11 @@ AT_LEAST = {
         "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
         "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
         "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens "
-        "external.concurrency external.max_tokens"
+        "external.concurrency external.max_tokens user.concurrency user.max_tokens"
     ),
     0: (
         "seed data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
-        "reward.temperature external.retries external.temperature "
+        "reward.temperature external.retries external.temperature user.retries user.temperature "
         "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
@@ -39,6 +39,7 @@ POSITIVE = (
     "optimizer.clip_norm",
     "reward.timeout_s",
     "external.timeout_s",
+    "user.timeout_s",
     "fidelity.weight",
 )
 SHARES = (
@@ -47,6 +48,7 @@ SHARES = (
     "sampler.refill_share",
     "reward.top_p",
     "external.top_p",
+    "user.top_p",
     "reward.most_masked",
     "fidelity.threshold",
 )  # in (0, 1]
@@ -59,6 +61,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _sources(config)
     yield from _models_outside(config)
     yield from _players(config)
+    yield from _user(config)
     yield from _lengths(config)
     yield from _learning(config)
     yield from _rows(config)
@@ -172,6 +175,15 @@ def _players(config: RunConfig) -> Iterator[str]:
         )
     if simulator and rollout.responder != "external":
         yield f"external.checkpoint: nobody asks it with rollout.responder={rollout.responder}; set that to external"
+
+
+def _user(config: RunConfig) -> Iterator[str]:
+    user = config.user
+    if not all(url.startswith(("http://", "https://")) for url in user.urls):
+        yield f"user.urls: {list(user.urls)}; a simulated user needs addresses such as http://host:8000/v1"
+    if bool(user.urls) != bool(user.model):
+        missing = "model" if user.urls else "urls"
+        yield f"user.{missing}: empty; a simulated user needs both user.urls and user.model"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

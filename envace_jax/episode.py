@@ -5,6 +5,7 @@ IO and knows neither the sampler nor who answers outside calls; `rollout.py` mov
 
     ACT --calls--> REHEARSE or RESPONSE --results--> ACT (or, for calls that do not fit their schemas, NOTHING)
     ACT --plain reply--> JUDGE --score--> ACT (the next user turn), or NOTHING
+    ACT --plain reply--> USER --message--> ACT, or, at the user's end, JUDGE   (tasks with a simulated user)
 
 The ACT stream is a list of pieces that is only ever extended: prompt pieces, sampled ids as they were sampled, what
 closes a message, tool results, user turns. Nothing is decoded and encoded again, and earlier pieces are shared between
@@ -61,7 +62,7 @@ class Limits:
     """Bounds of one trajectory; the defaults are the authors' for 8B. Prompt limits are in `roles.Prompts`."""
 
     assistant_turns: int = 30
-    user_turns: int = 30
+    user_turns: int = 30  # a simulated user's messages count too
     parallel_calls: int = 20
     generations: int = 200  # both roles together
     act_context: int = 20_000  # tokens; an ACT prompt plus `act_response` must fit
@@ -143,11 +144,12 @@ def start(
     """The episode before its first assistant message; already over, and masked, where its limits cannot hold the task.
 
     That is decided here for the whole task rather than at the prompt that does not fit: attempts that come so far would
-    be masked, and those that fail earlier scored.
+    be masked, and those that fail earlier scored. Where a simulated user opens the conversation, it is decided then.
     """
     if answered_by not in (Need.REHEARSE, Need.RESPONSE):
         raise ValueError(f"answered_by={answered_by} cannot answer tool calls; accepted: REHEARSE, RESPONSE")
-    opening: list[Message] = [*task.messages, {"role": "user", "content": task.user_turns[0]}]
+    if task.scenario and len(task.user_turns) != 1:
+        raise ValueError(f"task {task.task_id!r} has a simulated user and {len(task.user_turns)} user turns, not 1")
     episode = Episode(
         prompts,
         limits,
@@ -157,15 +159,12 @@ def start(
         answered_by,
         prompted,
         schema_check,
-        messages=tuple(opening),
-        turn_start=len(opening) - 1,
+        messages=tuple(task.messages),
+        turn_start=len(task.messages),
     )
-    try:
-        prompt = act_prompt(prompts, task)
-        check_room(prompts, limits, task, Need.REHEARSE if prompted else answered_by, len(prompt))
-        return _ask_act(_extend(episode, prompt))
-    except PromptTooLong as error:  # the data's or the settings' doing, not the policy's
-        return on_fault(episode, error)
+    if task.scenario and not task.user_turns[0]:
+        return dataclasses.replace(episode, needs=Need.USER)
+    return _open(episode, task.user_turns[0])
 
 
 def on_act(episode: Episode, segment: Segment) -> Episode:
@@ -189,7 +188,7 @@ def on_act(episode: Episode, segment: Segment) -> Episode:
     if len(parsed.calls) > episode.limits.parallel_calls:
         return _end(episode, Reason.TOO_MANY_CALLS)
     if not parsed.calls:
-        return dataclasses.replace(episode, needs=Need.JUDGE)
+        return dataclasses.replace(episode, needs=Need.USER if episode.task.scenario else Need.JUDGE)
     episode = dataclasses.replace(episode, pending_calls=tuple(parsed.calls))
     refusals = [refusal(episode.task.tools, call) for call in parsed.calls] if episode.schema_check else []
     if any(refusals):  # the episode is over, so nobody is asked for the other calls' results either
@@ -219,6 +218,25 @@ def on_results(episode: Episode, results: Sequence[str]) -> Episode:
     return _take_results(episode, results, failure, rehearsed=False)
 
 
+def on_user(episode: Episode, text: str | None) -> Episode:
+    """The simulated user's next message arrived; None: it has nothing more to say, and the turn is to be judged.
+
+    Raises ValueError for an empty message, and where the user ends a conversation before it began: its fault.
+    """
+    _expect(episode, Need.USER)
+    if text is None:
+        if not episode.act_pieces:
+            raise ValueError("the simulated user ended the conversation before it began")
+        return dataclasses.replace(episode, needs=Need.JUDGE)
+    if not text.strip():
+        raise ValueError("the simulated user's message is empty")
+    if not episode.act_pieces:
+        return _open(episode, text)
+    if sum(message["role"] == "user" for message in episode.turn_messages) >= episode.limits.user_turns:
+        return _end(episode, Reason.USER_LIMIT)
+    return _ask_act(_say(episode, text, episode.prompts.chat.user(text), _assistant_prefix(episode)))
+
+
 def on_score(episode: Episode, score: TurnScore) -> Episode:
     """The user turn that ended was judged: begin the next one, or end.
 
@@ -236,13 +254,8 @@ def on_score(episode: Episode, score: TurnScore) -> Episode:
     if turn >= episode.limits.user_turns:
         return _end(episode, Reason.USER_LIMIT)
     text = episode.task.user_turns[turn]
-    episode = dataclasses.replace(
-        _extend(episode, episode.prompts.chat.user(text), _assistant_prefix(episode)),
-        messages=(*episode.messages, {"role": "user", "content": text}),
-        turn=turn,
-        turn_start=len(episode.messages),
-    )
-    return _ask_act(episode)
+    episode = dataclasses.replace(episode, turn=turn, turn_start=len(episode.messages))
+    return _ask_act(_say(episode, text, episode.prompts.chat.user(text), _assistant_prefix(episode)))
 
 
 def on_fault(episode: Episode, error: BaseException) -> Episode:
@@ -298,6 +311,23 @@ def check_room(prompts: Prompts, limits: Limits, task: Task, answered_by: Need, 
         )
     if answered_by is Need.REHEARSE:
         check_rehearse_room(prompts, task)
+
+
+def _open(episode: Episode, text: str) -> Episode:
+    """The first user message, with which the ACT stream begins."""
+    try:
+        prompt = act_prompt(episode.prompts, episode.task, text)
+        asked_by = Need.REHEARSE if episode.prompted else episode.answered_by
+        check_room(episode.prompts, episode.limits, episode.task, asked_by, len(prompt))
+    except PromptTooLong as error:  # the data's or the settings' doing, or the user's: not the policy's
+        return on_fault(episode, error)
+    return _ask_act(_say(episode, text, prompt))
+
+
+def _say(episode: Episode, text: str, *pieces: Sequence[int]) -> Episode:
+    """Adds a user message, which `pieces` are in the ACT stream."""
+    messages = (*episode.messages, {"role": "user", "content": text})
+    return dataclasses.replace(_extend(episode, *pieces), messages=messages)
 
 
 def _take_results(episode: Episode, results: Sequence[str], failure: Reason | None, *, rehearsed: bool) -> Episode:

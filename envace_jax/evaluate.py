@@ -19,12 +19,13 @@ import numpy as np
 
 from envace_jax import roles
 from envace_jax.envs import load_process, make_environment
-from envace_jax.episode import Limits
+from envace_jax.episode import Limits, Reason
 from envace_jax.json_values import json_equal
 from envace_jax.responders import Real
 from envace_jax.rollout import rollout
 from envace_jax.sampling import Sample, Sampler, SampleRequest
 from envace_jax.types import Json, Message, Params, Task, ToolCall, Trajectory
+from envace_jax.users import User
 
 FULL_REWARD = 1.0 - 1e-6
 # Evaluations draw from streams of random numbers that no training step uses.
@@ -57,6 +58,7 @@ def success(
     temperature: float,
     top_p: float,
     seed: int,
+    user: User | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> Success:
     """Attempts every task `samples` times in its executable environment (temperature 0 is greedy).
@@ -68,7 +70,7 @@ def success(
     responder = Real(make_environment)
     trajectories = rollout(
         sampler, params, tasks, attempts=samples, responder=responder, reward=reward, prompts=prompts, limits=limits,
-        seed=seed, step=SUCCESS_STREAM, temperature=temperature, top_p=top_p, progress=progress,
+        seed=seed, step=SUCCESS_STREAM, temperature=temperature, top_p=top_p, user=user, progress=progress,
     )  # fmt: skip
     trajectories, scores = _scored(trajectories, [task for task in tasks for _ in range(samples)])
     solved = np.full(len(trajectories), np.nan)  # stays nan where something outside failed: that is no failure to solve
@@ -98,12 +100,13 @@ def _process_of(task: Task) -> Any:
 
 def _scored(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> tuple[list[Trajectory], dict[int, float]]:
     """The outcomes of the attempts that a process module scores, by index; what it could not score is masked."""
-    asked = {
-        index: _process_of(task).score(task, trajectory.messages)
-        for index, (trajectory, task) in enumerate(zip(trajectories, tasks, strict=True))
-        if trajectory.status == "ok" and _process_of(task)
-    }
-    known, scores = list(trajectories), {}
+    known, asked, scores = list(trajectories), {}, {}
+    for index, (trajectory, task) in enumerate(zip(trajectories, tasks, strict=True)):
+        if trajectory.status == "ok" and (process := _process_of(task)):
+            if trajectory.reason == Reason.DONE:
+                asked[index] = process.score(task, trajectory.messages)
+            else:
+                scores[index] = 0.0  # it never came to its end, whatever it had done by then
     for index, future in asked.items():
         try:
             scores[index] = float(future.result())

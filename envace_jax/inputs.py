@@ -53,6 +53,7 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
     _check_fidelity(config, tasks)
+    _check_user(config, (*tasks, *heldout))
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
     frozen = _frozen(config, folder)
@@ -157,6 +158,16 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
                 raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
             if envs.load_process(task.environment["name"]) is None:
                 envs.load_domain(task.environment["name"])
+
+
+def _check_user(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError where tasks have a simulated user and no model is to play it."""
+    simulated = sum(bool(task.scenario) for task in tasks)
+    if simulated and not config.user.urls:
+        raise ConfigError(
+            f"data.source: {simulated} of {len(tasks)} tasks of {config.data.source} have a simulated user, which a "
+            "model plays: give one (--config.user.urls, user.model)"
+        )
 
 
 def _check_fidelity(config: RunConfig, tasks: Sequence[Task]) -> None:

@@ -1,6 +1,7 @@
 """A task as a record of the authors' format, in and out.
 
-A record is the authors' row; ours adds `check` to checklist items, and `environment` and `task_id` to `extra_info`.
+A record is the authors' row; ours adds `check` to checklist items, and `environment`, `scenario` and `task_id` to
+`extra_info`.
 Knows nothing of files, tokens, policies or environments: what a task's environment means is not looked at. Every
 malformed record is a ValueError that names the record and the reason.
 
@@ -35,6 +36,7 @@ CHECK_FIELDS: dict[str, dict[str, type]] = {
     "reply": {"words": list},
     "no_call": {},
     "call_among": {"name": str, "arguments": dict},
+    "not_called": {"names": list},
 }  # kind -> its fields besides `kind`
 
 
@@ -54,6 +56,8 @@ def record_from_task(task: Task, index: int = 0) -> dict[str, Json]:
     }
     if task.environment is not None:
         extra["environment"] = task.environment
+    if task.scenario:
+        extra["scenario"] = task.scenario
     return {
         "data_source": "envace_jax",
         "messages": [*system, {"role": "user", "content": task.user_turns[0]}],
@@ -83,6 +87,9 @@ def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
     if unlisted := next((call.name for call, _ in reference if call.name not in names), None):
         raise ValueError(f"extra_info.messages: {unlisted!r} is called, and extra_info.tools has no such tool")
     user_turns = tuple(message["content"] for message in conversation if message["role"] == "user")
+    scenario = _optional(extra, "scenario", str, "extra_info") or ""
+    if scenario:
+        user_turns = user_turns[:1]  # the simulated user says the others, in its own words
     opening = _field(record, "messages", list, "the record")
     if [_plain(message) for message in opening] != [*system, conversation[0]]:
         raise ValueError("messages is not the system message (if any) and first user message of extra_info.messages")
@@ -100,6 +107,7 @@ def _task_from_record(record: Mapping[str, Json], variant: int) -> Task:
         reference=tuple(reference),
         environment=environment,
         conversation=tuple(conversation),
+        scenario=scenario,
     )
 
 
@@ -266,9 +274,9 @@ def _read_check(check: Json, where: str, tools: AbstractSet[str]) -> Mapping[str
         raise ValueError(f"{where}: a check of kind {kind} has no field {unknown[0]!r}")
     if kind == "call_among" and not all(isinstance(options, list) for options in check["arguments"].values()):
         raise ValueError(f"{where}: the arguments of a call_among check are not lists of what is accepted")
-    words = check["words"] if kind == "reply" else ["none"]
-    if not words or not all(isinstance(word, str) and word.strip() for word in words):
-        raise ValueError(f"{where}: the words of a reply check are not texts, or there are none")
+    for name in {"words", "names"} & set(fields):
+        if not check[name] or not all(isinstance(text, str) and text.strip() for text in check[name]):
+            raise ValueError(f"{where}: the {name} of a {kind} check are not texts, or there are none")
     if "name" in fields and check["name"] not in tools:
         raise ValueError(f"{where}: the check is of {check['name']!r}, and extra_info.tools has no such tool")
     return check

@@ -91,8 +91,11 @@ class Prompts:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1 token")
 
 
-def act_prompt(prompts: Prompts, task: Task) -> list[int]:
+def act_prompt(prompts: Prompts, task: Task, opening: str | None = None) -> list[int]:
     """Token ids up to the policy's first assistant message: system text, tools, first user turn, assistant prefix.
+
+    What the task says was spoken before stands before the user turn. `opening` takes the place of the task's own first
+    user turn.
 
     Nothing is cut: a task without its tools or its rules is another task. Raises PromptTooLong beyond
     `max_act_prompt`, ValueError for a task without user turns.
@@ -103,7 +106,8 @@ def act_prompt(prompts: Prompts, task: Task) -> list[int]:
     system = next((message["content"] for message in task.messages if message["role"] == "system"), None)
     tokens = [
         *chat.system(system, list(task.tools)),
-        *chat.user(task.user_turns[0]),
+        *_spoken(chat, task.messages),
+        *chat.user(task.user_turns[0] if opening is None else opening),
         *chat.assistant_prefix(thinking=prompts.thinking),
     ]
     if len(tokens) > prompts.max_act_prompt:
@@ -111,6 +115,24 @@ def act_prompt(prompts: Prompts, task: Task) -> list[int]:
             f"the first prompt of task {task.task_id!r} has {len(tokens)} tokens; max_act_prompt is "
             f"{prompts.max_act_prompt}"
         )
+    return tokens
+
+
+def _spoken(chat: Chat, messages: Sequence[Message]) -> list[int]:
+    """Token ids of messages that are given, system messages left out."""
+    tokens: list[int] = []
+    results: list[str] = []
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            tokens += chat.user(message["content"])
+        elif message["role"] == "assistant":
+            body = chat.assistant(message.get("content") or "", calls=message_calls(message))
+            tokens += [*chat.assistant_prefix(), *body, *chat.close(body)]
+        elif message["role"] == "tool":
+            results.append(message["content"])
+            if [other["role"] for other in messages[place + 1 : place + 2]] != ["tool"]:
+                tokens += chat.tool_results(results)
+                results = []
     return tokens
 
 

@@ -36,6 +36,7 @@ from envace_jax.episode import (
     on_results,
     on_score,
     on_too_long,
+    on_user,
     start,
 )
 from envace_jax.local_model import LocalModel
@@ -44,6 +45,7 @@ from envace_jax.rewards import Reward
 from envace_jax.roles import Prompts, PromptTooLong
 from envace_jax.sampling import Sample, Sampler, SampleRequest
 from envace_jax.types import Need, Params, Role, Segment, Task, Trajectory
+from envace_jax.users import User
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
 
@@ -72,6 +74,7 @@ def rollout(
     top_p: float = 1.0,
     policy_version: int = 0,
     group_offset: int = 0,
+    user: User | None = None,
     future_timeout_s: float | None = 600.0,
     schema_check: bool = False,
     progress: Progress | None = None,
@@ -87,21 +90,22 @@ def rollout(
       temperature: 0 is greedy. top_p: share of the probability that may be sampled, in (0, 1].
       policy_version: written into every segment.
       group_offset: group ids are group_offset + position of the task.
-      future_timeout_s: seconds that a responder or a judge may take; None waits without end.
+      user: who answers replies in tasks with a simulated user.
+      future_timeout_s: seconds that a responder, a judge or a user may take; None waits without end.
       schema_check: calls that do not fit their tool's schema end the trajectory without being put to anybody.
       progress: called after every round of the loop.
       rehearser: who plays REHEARSE instead, with a sampler of its own. Who plays decides no random number.
 
-    A fault of a responder or judge (exception, time-out, unreadable result, impossible score) fails its trajectory
-    alone, and a task that the limits cannot hold fails all of its own: status "failed", reward nan, reason
-    "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1 and for a task without user
-    turns.
+    A fault of a responder, judge or user (exception, time-out, unreadable result, impossible score, empty message)
+    fails its trajectory alone, and a task that the limits cannot hold fails all of its own: status "failed", reward
+    nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1 and for a task
+    without user turns.
     """
     if attempts < 1:
         raise ValueError(f"attempts={attempts} must be at least 1")
     act = _Seat(sampler, params)
     seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
-    run = _Run(seats, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s)
+    run = _Run(seats, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s, user)
     if run.judge is not None:
         run.judge.reset()
     for seat in run.different_seats():
@@ -126,6 +130,13 @@ def rollout(
         if progress is not None:
             progress(len(run.episodes) - run.unfinished, len(run.episodes), run.tokens)
     return [as_trajectory(episode) for episode in run.episodes]
+
+
+def _advanced(episode: Episode, answers: list[Any]) -> Episode:
+    """The episode after the outside answers that it waited for."""
+    if episode.needs is Need.JUDGE:
+        return on_score(episode, *answers)
+    return on_user(episode, *answers) if episode.needs is Need.USER else on_results(episode, answers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +175,7 @@ class _Run:
     top_p: float
     policy_version: int
     future_timeout_s: float | None
+    user: User | None
     episodes: list[Episode] = dataclasses.field(default_factory=list)
     unfinished: int = 0
     tokens: int = 0
@@ -194,6 +206,8 @@ class _Run:
         try:
             if episode.needs is Need.RESPONSE:
                 self.ask_outside(number, self.respond(number, episode))
+            elif episode.needs is Need.USER:
+                self.ask_outside(number, (self.user_says(episode),))
             elif episode.needs is Need.JUDGE:
                 self.ask_outside(number, (self.reward.score_turn(episode.task, episode.turn, episode.turn_messages),))
             elif episode.needs is Need.NOTHING:
@@ -222,6 +236,11 @@ class _Run:
     def respond(self, number: int, episode: Episode) -> tuple[Future[str], ...]:
         told = (episode.messages, episode.act_text)
         return tuple(self.responder.respond(number, episode.task, call, *told) for call in episode.pending_calls)
+
+    def user_says(self, episode: Episode) -> Future[str | None]:
+        if self.user is None:
+            raise ValueError(f"task {episode.task.task_id!r} needs a simulated user, and there is none")
+        return self.user.answer(episode.task, episode.messages)
 
     def ask_outside(self, number: int, futures: tuple[Future[Any], ...]) -> None:
         own = self.judge is not None and self.episodes[number].needs is Need.JUDGE  # no clock decides that wait
@@ -306,7 +325,7 @@ class _Run:
                 if not all(future.done() for future in asked.futures):
                     raise TimeoutError(f"no answer within {self.future_timeout_s} s")
                 answers = [future.result() for future in asked.futures]
-                advanced = on_score(episode, *answers) if episode.needs is Need.JUDGE else on_results(episode, answers)
+                advanced = _advanced(episode, answers)
             except Exception as error:  # whatever failed outside masks this trajectory and no other
                 for future in asked.futures:
                     future.cancel()

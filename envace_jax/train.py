@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, workfolder
+from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, users, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes
 from envace_jax.checkpoint import Checkpoints
@@ -68,6 +68,7 @@ class Setup:
     cast: Cast  # the samplers, and who plays and learns which role
     responder: Responder
     reward: Reward
+    user: users.User | None  # who answers replies in tasks with a simulated user
     stream: TaskStream
     rehearsable: tuple[Task, ...]  # those with a call to hold out, where the configuration holds any out
     heldout: tuple[Task, ...]
@@ -87,13 +88,14 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
     with contextlib.ExitStack() as opened:
         if reward is None:
             reward = opened.enter_context(choose.chosen(config.reward, workdir, config.seed))
+        user = opened.enter_context(users.chosen(config.user, workdir))
         inputs = read_inputs(config, reward)
         checkpoints = opened.enter_context(Checkpoints(workdir / workfolder.CHECKPOINTS, keep=config.checkpoint.keep))
         kept = {"config": configuration.to_json(config), "fingerprints": inputs.fingerprints()}
         known = checkpoints.latest_extra()
         if known is not None:
             workfolder.check_continued(workdir, config, known, kept["fingerprints"])
-        setup, state = build(config, mesh, reward, inputs, workdir)
+        setup, state = build(config, mesh, reward, inputs, workdir, user)
         opened.callback(setup.responder.close)
         state, progress = _resume(checkpoints, state)
         progress |= kept
@@ -188,7 +190,7 @@ def iterate(
     advantages += [config.fidelity.weight * values for values in advantages_of(rehearsed)[0]]
     state, metrics = learn(setup, state, [*gathered.trained, *rehearsed], advantages)
     metrics |= advantage_stats | players.frozen_stats(setup.cast)
-    for asked, model in (("judge", setup.reward), ("external", setup.responder)):
+    for asked, model in (("judge", setup.reward), ("external", setup.responder), ("user", setup.user)):
         metrics |= {f"{asked}_{name}": float(count) for name, count in dict(getattr(model, "counts", {})).items()}
     metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
     if config.data.filter_zero_variance:
@@ -212,7 +214,7 @@ def _sample(
             attempts=config.data.attempts, responder=setup.responder, reward=setup.reward,
             prompts=setup.prompts, limits=setup.limits, seed=config.seed, step=step,
             temperature=config.sampler.temperature, top_p=config.sampler.top_p, policy_version=step,
-            group_offset=group_offset, schema_check=config.rollout.schema_check,
+            group_offset=group_offset, user=setup.user, schema_check=config.rollout.schema_check,
             progress=writer.progress if writer else None,
         )  # fmt: skip
 
@@ -300,7 +302,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -
 
 
 def build(
-    config: RunConfig, mesh: Mesh, reward: Reward | None = None, inputs: Inputs | None = None, workdir: Path = Path()
+    config: RunConfig,
+    mesh: Mesh,
+    reward: Reward | None = None,
+    inputs: Inputs | None = None,
+    workdir: Path = Path(),
+    user: users.User | None = None,
 ) -> tuple[Setup, State]:
     """Loads the model and makes the compiled steps.
 
@@ -322,7 +329,7 @@ def build(
         config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
         cast=parts.make_cast(config, policy, model, chat, mesh, inputs.frozen),
         responder=parts.make_responder(config, prompts, workdir),
-        reward=reward,
+        reward=reward, user=user,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         rehearsable=fidelity.rehearsable(config, inputs.tasks),
         heldout=inputs.heldout, unseen=inputs.unseen,
@@ -376,7 +383,7 @@ def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> d
             result = evaluate.success(
                 act.sampler, act.params, tasks, reward=setup.reward, prompts=setup.prompts, limits=setup.limits,
                 samples=samples, temperature=temperature, top_p=wanted.top_p if temperature else 1.0,
-                seed=config.seed, progress=writer.progress,
+                seed=config.seed, user=setup.user, progress=writer.progress,
             )  # fmt: skip
             values[name + suffix] = result.rate
             masked += sum(trajectory.status == "failed" for trajectory in result.trajectories)

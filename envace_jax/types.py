@@ -33,6 +33,7 @@ class Need(enum.Enum):
     ACT = "act"  # the policy's next assistant message
     REHEARSE = "rehearse"  # results of the pending calls, played by the policy
     RESPONSE = "response"  # results of the pending calls, from outside
+    USER = "user"  # the simulated user's next message
     JUDGE = "judge"  # the score of the user turn that just ended
     NOTHING = "nothing"  # the episode is over
 
@@ -57,6 +58,7 @@ class CheckItem:
       {"kind": "result", "name": str, "field": str, "value": json}  a field of that tool's result
       {"kind": "reply", "words": [str, ...]}                        words of the turn's final reply
       {"kind": "no_call"}                                           no tool is called in the turn
+      {"kind": "not_called", "names": [str, ...]}                   none of these tools is called in the turn
     """
 
     question: str
@@ -72,16 +74,21 @@ class CheckItem:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A conversation to solve. `reference` holds (call, result text) in order, all turns together."""
+    """A conversation to solve. `reference` holds (call, result text) in order, all turns together.
+
+    With a `scenario` a simulated user answers every reply, all of it one turn that its end or a limit ends:
+    `user_turns` is then only the opening message, or one empty text where the simulated user gives that too.
+    """
 
     task_id: str
-    messages: tuple[Message, ...]  # the system message, if any (user turns are apart)
+    messages: tuple[Message, ...]  # the system message, if any, and what was said before the first user turn
     tools: tuple[Mapping[str, Json], ...]  # OpenAI function schemas
     user_turns: tuple[str, ...]
     checklist: tuple[tuple[CheckItem, ...], ...]  # [turn][item]
     reference: tuple[tuple[ToolCall, str], ...] = ()
     environment: Mapping[str, Json] | None = None  # {"name": ..., "state": ...} where executable
     conversation: tuple[Message, ...] = ()  # the full reference conversation after the system message, if known
+    scenario: str = ""  # what a simulated user is told, its system message; "" where user turns are fixed
 
 
 @dataclasses.dataclass(frozen=True)

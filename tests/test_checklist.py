@@ -190,3 +190,31 @@ def test_openai_calls_are_read_like_ours():
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert read_turn([message, {"role": "tool", "content": "[2]"}]) == ([[("f", {"a": 1}, [2])]], "")
+
+
+def test_tools_that_must_not_be_called():
+    none = item(1.0, {"kind": "not_called", "names": ["pay", "book"]})
+    assert score([none], step(("look", {}, {"x": 1})) + reply("I may not.")).reward == 1.0
+    assert score([none], step(("look", {}, {"x": 1}), ("pay", {}, {"x": 1}))).reward == 0.0
+    assert score([none], step(("pay", {}, ERROR))).reward == 0.0  # it tried
+
+
+def test_replies_that_the_user_answered_within_the_turn_count_too():
+    words = item(1.0, {"kind": "reply", "words": ["120", "tuesday"]})
+    user = [{"role": "user", "content": "and when?"}]
+    assert score([words], [*reply("It costs 120."), *user, *reply("On Tuesday.")]).reward == 1.0
+    assert score([words], [*reply("It costs 120."), *user, *reply("Later.")]).reward == 0.0
+    said_by_user = [{"role": "user", "content": "120 on Tuesday?"}]
+    assert score([words], [*reply("hm"), *said_by_user, *reply("yes")]).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "holds"),
+    [
+        ("1628", "it is $1,628 now", True), ("1093.34", "$1,093.34.", True), ("1234567", "1,234,567", True),
+        ("1628", "11,628", False), ("1628", "1,628,000", False), ("628", "1,628", False), ("1628", "16,28", False),
+        ("12.3456", "12.3,456", False), ("-1628", "-1,628", True),
+    ],
+)  # fmt: skip
+def test_thousands_may_be_set_off_by_commas(word, text, holds):
+    assert says(text, [word]) == holds

@@ -248,6 +248,10 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             {"rollout__responder": "external", "external__checkpoint": "a", "external__cache": True},
             "external.checkpoint: a answers in this process, by the policy's sampling settings, and noth",
         ),
+        ({"user__model": "m", "user__urls": ("here:80",)}, "user.urls: ['here:80']; a simulated user needs addresses"),
+        ({"user__urls": ("http://here/v1",)}, "user.model: empty; a simulated user needs both"),
+        ({"user__model": "m"}, "user.urls: empty; a simulated user needs both"),
+        ({"user__timeout_s": 0.0}, "user.timeout_s: 0.0 must be greater than 0"),
     ],
 )
 def test_impossible_settings_are_errors(changes: dict[str, typing.Any], expected: str) -> None:
@@ -289,12 +293,15 @@ def test_differing_keys_are_named_and_free_ones_are_not() -> None:
     free = dataclasses.replace(changed(free, "checkpoint", keep=9), steps=run.steps + 1, compilation_cache="off")
     free = dataclasses.replace(free, warm_up=not run.warm_up)
     free = changed(changed(free, "external", urls=("http://h/v1",), retries=1), "reward", timeout_s=1.0)
+    free = changed(free, "user", urls=("http://h/v1",), retries=1)
     assert differing_keys(saved, free) == []
     assert differing_keys(saved, changed(run, "external", cache=True)) == ["external.cache: False -> True"]
     other = dataclasses.replace(changed(run, "optimizer", learning_rate=0.5), seed=run.seed + 1)
+    other = changed(other, "user", model="another")
     assert differing_keys(saved, other) == [
         f"optimizer.learning_rate: {run.optimizer.learning_rate!r} -> 0.5",
         f"seed: {run.seed} -> {run.seed + 1}",
+        "user.model: '' -> 'another'",
     ]
     del saved["grpo"]["scale"]
     assert differing_keys(saved, run) == ["grpo.scale: 'absent' -> 'none'"]

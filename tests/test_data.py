@@ -64,7 +64,9 @@ INFO = "extra_info"
 ITEM = (INFO, "interaction_kwargs", "checklist_list", 0, 0, 0)
 DROP = object()
 CHECKS = [
-    ({"kind": "vibes"}, "unknown check kind 'vibes'; there are: call, result, reply, no_call"),
+    ({"kind": "vibes"}, "unknown check kind 'vibes'; there are: call, call_among, result, reply, no_call, not_called"),
+    ({"kind": "not_called", "names": ["pay", 3]}, "the names of a not_called check are not texts"),
+    ({"kind": "not_called", "names": []}, "the names of a not_called check are not texts, or there are none"),
     ({"name": "f"}, "check has no field 'kind'"),
     ({"kind": "call", "name": "f"}, "check has no field 'arguments'"),
     ({"kind": "call", "name": "f", "arguments": []}, "arguments is of type list, not dict"),
@@ -321,3 +323,18 @@ ORDER_OF_SEED_0 = [3, 2, 5, 4, 0, 1]
 def test_an_impossible_batch_size_is_an_error(size):
     with pytest.raises(ValueError, match=f"from 1 to the number of tasks, 6, not {size}"):
         TaskStream(numbered(6), size, seed=0)
+
+
+def test_a_simulated_user_is_kept_and_only_the_opening_is_a_user_turn():
+    record = authors_record()
+    extra = record["extra_info"]
+    extra["scenario"] = "You are Ann and want to know what Bob has."
+    with pytest.raises(ValueError, match="one list of items for each of the 1 user turns"):
+        task_from_record(record, 0)
+    extra["interaction_kwargs"]["checklist_list"] = [extra["interaction_kwargs"]["checklist_list"][0][:1]]
+    task = task_from_record(record, 0)
+    assert (task.scenario, task.user_turns) == (extra["scenario"], ("bob ?",))
+    assert len(task.conversation) == 6 and task_from_record(record_from_task(task), 0) == task
+    extra["scenario"] = 3
+    with pytest.raises(ValueError, match="scenario is of type int"):
+        task_from_record(record, 0)

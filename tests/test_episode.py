@@ -22,6 +22,7 @@ from envace_jax.episode import (
     on_rehearsed,
     on_results,
     on_score,
+    on_user,
     start,
 )
 from envace_jax.types import Need, Role, ToolCall, TurnScore
@@ -359,3 +360,95 @@ def test_transitions_leave_the_episode_before_as_it_was():
     one, other = rehearse(episode, "[1]"), rehearse(episode, "[2]")
     assert episode.act_tokens.tolist() == tokens and episode.messages == messages
     assert one.messages[-1]["content"] == "[1]" and other.messages[-1]["content"] == "[2]"
+
+
+# --- a simulated user ---
+
+
+def simulated(opening: str = "", **changes):
+    checklist = ((scripted.CheckItem("did it?", 1.0),),)
+    return scripted.task(user_turns=(opening,), checklist=checklist, scenario="You are Ann.", **changes)
+
+
+def test_a_simulated_user_opens_and_answers_within_one_turn_until_it_has_nothing_to_say():
+    episode = begin(task=simulated(), answered_by=Need.RESPONSE)
+    assert episode.needs is Need.USER and not episode.requests and not episode.act_pieces
+    episode = on_user(episode, "my balance?")
+    assert episode.needs is Need.ACT
+    opening = episode.act_tokens.tolist()
+    assert opening == begin(task=scripted.task(user_turns=("my balance?",))).act_tokens.tolist()
+    episode = act(episode, "whose?")
+    assert episode.needs is Need.USER and episode.turn == 0
+    sampled, earlier = episode.segments[-1].tokens.tolist(), episode.act_pieces
+    episode = on_user(episode, "ann's")
+    added = CHAT.encode("\n") + CHAT.user("ann's") + CHAT.assistant_prefix(thinking=False)
+    assert episode.act_tokens.tolist() == opening + sampled + added
+    assert all(left is right for left, right in zip(earlier, episode.act_pieces, strict=False))
+    episode = on_results(act(episode, scripted.calling(ANN)), ['{"balance": 5}'])
+    before = len(act(episode, "5").act_tokens)
+    episode = on_user(act(episode, "5"), None)
+    assert episode.needs is Need.JUDGE and episode.turn == 0 and len(episode.act_tokens) == before
+    said = [(message["role"], message["content"]) for message in episode.turn_messages]
+    assert said == [
+        ("user", "my balance?"), ("assistant", "whose?"), ("user", "ann's"), ("assistant", ""),
+        ("tool", '{"balance": 5}'), ("assistant", "5"),
+    ]  # fmt: skip
+    trajectory = as_trajectory(on_score(episode, TurnScore(0.75, (True,), True)))
+    assert (trajectory.reason, trajectory.reward) == ("done", 0.75)
+    assert {segment.turn for segment in trajectory.segments} == {0}
+
+
+def test_an_opening_that_the_task_gives_is_not_asked_for():
+    episode = begin(task=simulated("hello"))
+    assert episode.needs is Need.ACT and act(episode, "hi").needs is Need.USER
+    assert act(begin(), "hi").needs is Need.JUDGE  # nobody plays the user of other tasks
+
+
+def test_a_simulated_users_messages_are_limited_and_an_end_at_the_limit_is_honoured():
+    episode = act(on_user(act(begin(task=simulated("one"), user_turns=2), "a"), "two"), "b")
+    assert ended(on_user(episode, "three")) == "user_limit" and as_trajectory(on_user(episode, "three")).reward == 0.0
+    assert on_user(episode, None).needs is Need.JUDGE
+    assert ended(on_user(act(begin(task=simulated("one"), assistant_turns=1), "a"), "two")) == "assistant_limit"
+
+
+def test_what_a_simulated_user_cannot_say():
+    asked, replied = begin(task=simulated()), act(begin(task=simulated("one")), "a")
+    for wrong, episode in ((" \n", asked), ("", replied)):
+        with pytest.raises(ValueError, match="message is empty"):
+            on_user(episode, wrong)
+    with pytest.raises(ValueError, match="ended the conversation before it began"):
+        on_user(asked, None)
+    with pytest.raises(ValueError, match="waits for act, not user"):
+        on_user(begin(task=simulated("one")), "two")
+    with pytest.raises(ValueError, match="simulated user and 2 user turns"):
+        begin(task=scripted.task(2, scenario="You are Ann."))
+
+
+def test_an_opening_that_does_not_fit_is_a_fault_and_a_later_message_is_not():
+    assert "limits.act_context=2000 cannot hold" in masked(
+        on_user(begin(task=simulated(), act_context=2_000), "x" * 3_000)
+    )
+    episode = on_user(act(begin(task=simulated("one"), act_context=2_500), "a"), "x" * 3_000)
+    assert ended(episode) == "length" and as_trajectory(episode).status == "ok"
+
+
+def test_what_was_said_before_the_first_user_turn_stands_before_it():
+    call = {"name": "balance", "arguments": {"owner": "ann"}}
+    before = (
+        {"role": "system", "content": "You serve a bank."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "name": "balance", "content": "[1]"},
+        {"role": "tool", "name": "balance", "content": "[2]"},
+        {"role": "assistant", "content": "ok"},
+    )
+    episode = begin(task=scripted.task(messages=before))
+    text = CHAT.decode(episode.act_tokens)
+    start_, end = "<|im_start|>", "<|im_end|>\n"
+    calls = scripted.calling(ANN) + "\n" + scripted.calling(ANN)
+    results = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in ("[1]", "[2]"))
+    assert text.partition(end)[2] == (
+        f"{start_}user\nhi{end}{start_}assistant\n{calls}{end}{start_}user{results}{end}{start_}assistant\nok{end}"
+        f"{start_}user\nturn 0, please{end}" + CHAT.decode(CHAT.assistant_prefix(thinking=False))
+    )
+    assert episode.turn_messages[0]["content"] == "turn 0, please" and episode.messages[:-1] == before

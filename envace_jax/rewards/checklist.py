@@ -59,9 +59,11 @@ def turn_score(items: Sequence[CheckItem], passed: Sequence[bool]) -> TurnScore:
 def read_turn(turn_messages: MessageList) -> tuple[list[Step], str]:
     """The steps of a turn (assistant messages with calls, each call with its result) and its final reply.
 
-    The reply is the text of the last message if that is an assistant message without calls, else empty. A call without
-    a result, and a result that is not JSON, count as errors.
+    The reply is the text of the last message if that is an assistant message without calls, else empty; before it come
+    replies that the user answered within the turn. A call without a result, and a result that is not JSON, count as
+    errors.
     """
+    replies: list[str] = []
     steps: list[Step] = []
     answered = 0
     reply = ""
@@ -72,19 +74,23 @@ def read_turn(turn_messages: MessageList) -> tuple[list[Step], str]:
             if calls:
                 steps.append([(name, arguments, _MISSING) for name, arguments in calls])
                 answered = 0
+        elif message["role"] == "user":
+            replies.append(reply)
+            reply = ""
         elif message["role"] == "tool":
             reply = ""
             if steps and answered < len(steps[-1]):
                 name, arguments, _ = steps[-1][answered]
                 steps[-1][answered] = (name, arguments, _result(message))
                 answered += 1
-    return steps, reply
+    return steps, "\n".join(filter(None, [*replies, reply]))
 
 
 def says(reply: str, words: Sequence[str]) -> bool:
     """Whether every word or number stands in the reply as a whole word, upper or lower case.
 
-    A number does not count as part of a longer one: 120 is not in "1120", "1,120", "120.5" or "-120".
+    A number does not count as part of a longer one: 120 is not in "1120", "1,120", "120.5" or "-120". Thousands may be
+    set off by commas: 1120 is in "1,120".
     """
     return all(_stands_in(word, reply) for word in words)
 
@@ -97,6 +103,8 @@ def passes(item: CheckItem, steps: Sequence[Step], reply: str) -> bool:
     kind = check.get("kind")
     if kind == "no_call":
         return not steps
+    if kind == "not_called":
+        return not any(name in check["names"] for step in steps for name, *_ in step)
     if kind == "reply":
         return says(reply, check["words"])
     if kind not in ("call", "call_among", "result"):
@@ -166,6 +174,9 @@ def _name_and_arguments(call: Mapping[str, Json]) -> tuple[str, Json]:
 def _stands_in(word: str, reply: str) -> bool:
     pattern = re.escape(word.strip())
     if re.fullmatch(r"-?\d+(?:\.\d+)?", word.strip()):
+        whole, point, rest = word.strip().partition(".")
+        grouped = re.escape(re.sub(r"(?<=\d)(?=(?:\d{3})+$)", ",", whole) + point + rest)
+        pattern = rf"(?:{pattern}|{grouped})"
         pattern = rf"(?<![\w-])(?<!\d[.,]){pattern}(?!\w)(?![.,]\d)"
     else:
         pattern = rf"(?<!\w){pattern}(?!\w)"
