@@ -53,7 +53,7 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
     _check_fidelity(config, tasks)
-    _check_user(config, (*tasks, *heldout))
+    _check_user(config, tasks, heldout)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
     frozen = _frozen(config, folder)
@@ -160,13 +160,13 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
                 envs.load_domain(task.environment["name"])
 
 
-def _check_user(config: RunConfig, tasks: Sequence[Task]) -> None:
+def _check_user(config: RunConfig, *sources: Sequence[Task]) -> None:
     """Raises ConfigError where tasks have a simulated user and no model is to play it."""
-    simulated = sum(bool(task.scenario) for task in tasks)
+    simulated = sum(bool(task.scenario) for tasks in sources for task in tasks)
     if simulated and not config.user.urls:
         raise ConfigError(
-            f"data.source: {simulated} of {len(tasks)} tasks of {config.data.source} have a simulated user, which a "
-            "model plays: give one (--config.user.urls, user.model)"
+            f"data.source: {simulated} of {sum(map(len, sources))} tasks of {config.data.source} have a simulated user, "
+            "which a model plays: give one (--config.user.urls, user.model)"
         )
 
 

@@ -1,9 +1,9 @@
 """What the gold solution and doing nothing score in a benchmark's environments, through this package's own:
 
-    python experiments/environment_baselines.py --environment bfcl [--sets multi_turn_base] [--out FOLDER]
+    python experiments/environment_baselines.py --environment bfcl|tau2 [--sets multi_turn_base] [--out FOLDER]
 
 Prints a table and writes `environment_baselines_NAME.json`. A score means little without what doing nothing scores. The
-BFCL sets take 10 seconds on two cores.
+BFCL sets take 10 seconds on two cores, the tau2 sets 3 minutes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from envace_jax.envs import bfcl, make_environment
+from envace_jax.envs import bfcl, make_environment, tau2
 from envace_jax.metrics import write_json_atomic
 from envace_jax.types import Message, Task, ToolCall
 
@@ -75,8 +76,53 @@ def _bfcl_scores(tasks: Sequence[Task], plans: Sequence[Sequence[Sequence[ToolCa
     return [future.result() for future in scores]
 
 
+def tau2_rows(sets: Sequence[str]) -> dict[str, Any]:
+    """Gold actions, then a reply with all that is to be said; and a reply alone."""
+    rows = []
+    for name in sets:
+        tasks, started = tau2.tasks(name), time.time()
+        gold = [tau2.score(task, _tau2_gold(task)) for task in tasks]
+        nothing = [tau2.score(task, [*task.messages, *_tau2_reply("I have done nothing.")]) for task in tasks]
+        rows.append(_tau2_row(name, tasks, gold, nothing) | {"seconds": time.time() - started})
+    return {"package": tau2.package(), "rows": rows}
+
+
+def _tau2_gold(task: Task) -> list[Message]:
+    """The task's conversation with its gold calls, whose results its environment gives."""
+    assert task.environment is not None
+    environment = make_environment(task.environment)
+    answers = [environment.call(call.name, call.arguments) for call, _ in task.reference]
+    messages = list(task.messages)
+    for (call, _), answer in zip(task.reference, answers, strict=True):
+        written = [{"name": call.name, "arguments": call.arguments}]
+        messages.append({"role": "assistant", "content": "", "tool_calls": written})
+        messages.append({"role": "tool", "name": call.name, "content": json.dumps(answer.result())})
+    environment.close()
+    said = [word for item in task.checklist[0] for word in (item.check or {}).get("words", ())]
+    return [*messages, *_tau2_reply("\n".join(said) or "It is done.")]
+
+
+def _tau2_reply(text: str) -> list[Message]:
+    return [{"role": "assistant", "content": text}]
+
+
+def _tau2_row(
+    name: str, tasks: Sequence[Task], gold: Sequence[Future[float]], nothing: Sequence[Future[float]]
+) -> dict[str, Any]:
+    ids = [task.task_id for task in tasks]
+    gold_scores, nothing_scores = ([future.result() for future in futures] for futures in (gold, nothing))
+    return {
+        "set": name, "tasks": len(tasks), "calls": sum(len(task.reference) for task in tasks),
+        "with_simulated_user": sum(bool(task.scenario) for task in tasks),
+        "gold": sum(gold_scores), "nothing": sum(nothing_scores),
+        "gold_fails": [i for i, value in zip(ids, gold_scores, strict=True) if value < 1],
+        "nothing_solves": [i for i, value in zip(ids, nothing_scores, strict=True) if value == 1],
+    }  # fmt: skip
+
+
 ENVIRONMENTS: dict[str, tuple[Callable[[Sequence[str]], dict[str, Any]], tuple[str, ...]]] = {
     "bfcl": (bfcl_rows, MULTI_TURN),
+    "tau2": (tau2_rows, ("mock", "telecom_small", "airline", "retail")),
 }  # name -> (what plays them, their sets)
 
 

@@ -204,7 +204,7 @@ def test_replies_that_the_user_answered_within_the_turn_count_too():
     user = [{"role": "user", "content": "and when?"}]
     assert score([words], [*reply("It costs 120."), *user, *reply("On Tuesday.")]).reward == 1.0
     assert score([words], [*reply("It costs 120."), *user, *reply("Later.")]).reward == 0.0
-    said_by_user = [{"role": "user", "content": "120 on Tuesday?"}]
+    said_by_user = [{"role": "user", "content": "Is it 120 on Tuesday?"}]
     assert score([words], [*reply("hm"), *said_by_user, *reply("yes")]).reward == 0.0
 
 

@@ -13,6 +13,7 @@ from envace_jax.config import UserConfig
 from envace_jax.endpoint import EndpointFault
 from envace_jax.users import GREETING, SILENCE, SimulatedUser, asked, ended, read_message
 
+WAIT = 120  # seconds before a test gives up
 TASK = scripted.task(scenario="You are Ann and want your balance.")
 CALL = {"type": "function", "function": {"name": "balance", "arguments": {"owner": "ann"}}}
 CONVERSATION = (
@@ -109,7 +110,7 @@ def test_the_settings_choose_a_user_behind_an_endpoint(tmp_path):
         settings = UserConfig(urls=(url,), model="player", temperature=0.25, retries=1)
         with users.chosen(settings, tmp_path) as user:
             assert (
-                user is not None and user.answer(TASK, CONVERSATION).result(30) == "hi"
+                user is not None and user.answer(TASK, CONVERSATION).result(WAIT) == "hi"
             )  # the empty one is tried again
             assert user.counts["tries"] == 2 and user.counts["fault_answer"] == 1
     assert server.bodies[0]["messages"] == asked(TASK, CONVERSATION)
@@ -118,4 +119,4 @@ def test_the_settings_choose_a_user_behind_an_endpoint(tmp_path):
     with FaultyServer(str, lambda *_: "status 401").running() as url:
         with users.chosen(UserConfig(urls=(url,), model="player"), tmp_path / "other") as user:
             with pytest.raises(EndpointFault):
-                user.answer(TASK, CONVERSATION).result(30)
+                user.answer(TASK, CONVERSATION).result(WAIT)
