@@ -27,6 +27,7 @@ from envace_jax.metrics import write_json_atomic  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 Summary = Mapping[str, float]
+SEEDS = [0, 1, 2]
 # key of summary.json without `_before` and `_after`, and the column's title
 MEASURES = {
     "real_success": "held-out, sampled",
@@ -162,10 +163,18 @@ def draw(variants: Sequence[Variant], rows: Mapping[str, dict], path: Path) -> N
     plt.close(figure)
 
 
+def command_of(name: str, seeds: Sequence[int], only: Sequence[str], given: Sequence[str]) -> str:
+    """The command that makes these results anew; where its files go and how many runs go at once is left out."""
+    words = [f"python experiments/{name}.py"]
+    words += ["--seeds", *map(str, seeds)] if list(seeds) != SEEDS else []
+    words += ["--only", *only] if only else []
+    return " ".join([*words, *given])
+
+
 def main(name: str, about: str, variants: Sequence[Variant], beside: str, defaults: Sequence[str] = ()) -> None:
     """The command of a study: runs what is missing, prints the table, writes NAME.json and NAME.png."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--only", nargs="+", default=[], choices=[variant.name for variant in variants])
     parser.add_argument("--parallel", type=int, default=1, help="runs side by side, a core each")
     parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="where the runs go")
@@ -184,7 +193,7 @@ def main(name: str, about: str, variants: Sequence[Variant], beside: str, defaul
         print(f"gain of {other} less that of {beside}, held-out sampled, by seed: {shown(difference)}")
     args.out.mkdir(parents=True, exist_ok=True)
     result = {
-        "command": " ".join([f"python experiments/{name}.py", *sys.argv[1:]]),
+        "command": command_of(name, args.seeds, args.only, given),
         "settings_of_all_runs": [*defaults, *given],
         "variants": {variant.name: {"about": variant.about, "settings": variant.overrides} for variant in chosen},
         "seeds": args.seeds,

@@ -105,7 +105,8 @@ def main() -> None:
     for key in ("seconds", "real_env_calls_in_training"):
         print(f"{key}: {[round(summary[key], 1) for summary in summaries]}")
     args.out.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python experiments/tiny_seeds.py", *sys.argv[1:]])
+    chosen = ["--seeds", *map(str, args.seeds)] if args.seeds != [0, 1, 2] else []
+    command = " ".join(["python experiments/tiny_seeds.py", *chosen, *overrides])  # wherever its files went
     result = {"command": command, "seeds": args.seeds, "rows": rows, "summaries": summaries}
     write_json_atomic(args.out / "tiny_seeds.json", result)
     draw(rows, args.out / "tiny_seeds.png")

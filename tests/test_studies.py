@@ -107,6 +107,7 @@ def test_the_picture_and_the_numbers_are_written(monkeypatch, tmp_path, capsys):
     studies.main("three_loops", "what", LOOPS, beside="real", defaults=("--config.steps=3",))
     written = json.loads((tmp_path / "three_loops.json").read_text())
     assert written["settings_of_all_runs"] == ["--config.steps=3"]
+    assert written["command"] == "python experiments/three_loops.py --seeds 0 1 --only real"
     assert written["rows"]["real"]["real_success"]["by_seed"] == [0.6, 0.61]
     assert (tmp_path / "three_loops.png").stat().st_size > 5000
     assert "real environment" in capsys.readouterr().out
