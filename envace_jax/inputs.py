@@ -165,8 +165,8 @@ def _check_user(config: RunConfig, *sources: Sequence[Task]) -> None:
     simulated = sum(bool(task.scenario) for tasks in sources for task in tasks)
     if simulated and not config.user.urls:
         raise ConfigError(
-            f"data.source: {simulated} of {sum(map(len, sources))} tasks of {config.data.source} have a simulated user, "
-            "which a model plays: give one (--config.user.urls, user.model)"
+            f"data.source: {simulated} of {sum(map(len, sources))} tasks of {config.data.source} have a simulated "
+            "user, which a model plays: give one (--config.user.urls, user.model)"
         )
 
 
