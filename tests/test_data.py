@@ -64,7 +64,7 @@ INFO = "extra_info"
 ITEM = (INFO, "interaction_kwargs", "checklist_list", 0, 0, 0)
 DROP = object()
 CHECKS = [
-    ({"kind": "vibes"}, "unknown check kind 'vibes'; there are: call, call_among, result, reply, no_call, not_called"),
+    ({"kind": "vibes"}, "unknown check kind 'vibes'; there are: call, result, reply, no_call, call_among, not_called"),
     ({"kind": "not_called", "names": ["pay", 3]}, "the names of a not_called check are not texts"),
     ({"kind": "not_called", "names": []}, "the names of a not_called check are not texts, or there are none"),
     ({"name": "f"}, "check has no field 'kind'"),
