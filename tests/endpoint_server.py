@@ -12,6 +12,28 @@ import threading
 import time
 
 
+class Heartbeat:
+    """Notices a machine on which nothing moves for a while: `longest` is the longest time between two beats, in s."""
+
+    def __init__(self):
+        self.longest, self._stop = 0.0, threading.Event()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def _beat(self):
+        last = time.monotonic()
+        while not self._stop.wait(0.02):
+            now = time.monotonic()
+            self.longest, last = max(self.longest, now - last), now
+
+
 class FaultyServer:
     """Answers chat completions with `answer(body) -> text`, unless `fault(number, body)` names what goes wrong with
     request `number` (0, 1, ...): None, "status N", "timeout", "truncated", "types", "reset" or "text TEXT"."""
