@@ -137,6 +137,18 @@ def _models_outside(config: RunConfig) -> Iterator[str]:
     reward, simulator = config.reward, config.external
     if reward.kind == "judge" and not reward.checkpoint:
         yield from _endpoint("reward", "judge", reward)
+    if reward.urls and not reward.checkpoint and reward.kind != "judge":
+        yield f"reward.urls: nobody is asked with reward.kind={reward.kind}; set that to judge, or leave the urls out"
+    if simulator.urls and config.rollout.responder != "external":
+        yield (
+            f"external.urls: nobody asks them with rollout.responder={config.rollout.responder}; set that to external, "
+            "or leave the urls out"
+        )
+    if reward.checkpoint == "policy" and config.rollout.players == "frozen_act":
+        yield (
+            "reward.checkpoint: policy is whoever plays ACT, which rollout.players=frozen_act never trains; name the "
+            "judge's checkpoint"
+        )
     if reward.checkpoint and (reward.urls or reward.kind != "judge"):
         yield (
             f"reward.checkpoint: {reward.checkpoint} is for reward.kind=judge without reward.urls; they are "
@@ -219,7 +231,8 @@ def _learning(config: RunConfig) -> Iterator[str]:
             f"data.attempts: a group of 1 gives no signal with grpo.baseline={grpo.baseline} and grpo.singleton=zero; "
             "use at least 2 attempts"
         )
-    if config.fidelity.calls_per_step and cast(config)[0] == "frozen_rehearse":
+    alone = config.rollout.responder == "external"  # caller-only, wherever the simulator is
+    if config.fidelity.calls_per_step and (alone or cast(config)[0] == "frozen_rehearse"):
         yield (
             f"fidelity.calls_per_step: {config.fidelity.calls_per_step} rewards rehearsals, which nobody learns with a "
             "frozen or external rehearser; set it to 0"

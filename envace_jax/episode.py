@@ -24,6 +24,7 @@ import numpy as np
 from envace_jax.chat import ParsedAssistant, parse_assistant
 from envace_jax.roles import (
     ERROR_KEY,
+    NoResult,
     Prompts,
     PromptTooLong,
     act_prompt,
@@ -31,6 +32,7 @@ from envace_jax.roles import (
     check_rehearse_room,
     is_error_result,
     parse_rehearsal,
+    read_rehearsal,
     rehearse_prompt,
 )
 from envace_jax.tool_schemas import refusal
@@ -99,7 +101,7 @@ class Episode:
     group_id: int
     attempt: int
     answered_by: Need  # REHEARSE or RESPONSE: who answers tool calls
-    prompted: bool = False  # whether answers from outside are asked for by REHEARSE prompts
+    prompted: bool = False  # whether another model is asked by REHEARSE prompts, outside or in this process
     schema_check: bool = False  # whether a call that does not fit its tool's schema ends the episode unasked
     needs: Need = Need.NOTHING
     requests: tuple[Request, ...] = ()
@@ -199,11 +201,22 @@ def on_act(episode: Episode, segment: Segment) -> Episode:
 
 
 def on_rehearsed(episode: Episode, segments: Sequence[Segment]) -> Episode:
-    """The policy's answers to the pending calls arrived, in call order."""
+    """The answers to the pending calls that REHEARSE gave arrived, in call order.
+
+    Where another model plays it (`prompted`), an answer that cannot be read is its fault, not the policy's.
+    """
     _expect(episode, Need.REHEARSE)
-    parsed = [parse_rehearsal(_text(episode, segment)) for segment in segments]
+    texts = [_text(episode, segment) for segment in segments]
+    parsed = [parse_rehearsal(text) for text in texts]
     episode = dataclasses.replace(episode, segments=(*episode.segments, *segments))
-    failure = None if all(ok for _, ok in parsed) else Reason.REHEARSAL_ERROR
+    if episode.prompted:
+        try:
+            for text in texts:
+                read_rehearsal(text)
+        except NoResult as fault:
+            return on_fault(episode, fault)
+    error = Reason.TOOL_ERROR if episode.prompted else Reason.REHEARSAL_ERROR
+    failure = None if all(ok for _, ok in parsed) else error
     return _take_results(episode, [result for result, _ in parsed], failure, rehearsed=True)
 
 

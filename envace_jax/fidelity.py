@@ -22,6 +22,7 @@ from envace_jax.evaluate import RehearsedCall, calls_of, generate
 from envace_jax.json_values import json_equal
 from envace_jax.rollout import Player
 from envace_jax.sampling import Sampler, SampleRequest
+from envace_jax.task_store import StoredTasks
 from envace_jax.types import Json, Params, Role, Segment, Task, ToolCall, Trajectory
 
 REASON = "fidelity"  # of the trajectories made here
@@ -53,9 +54,12 @@ def of_step(
     )  # fmt: skip
 
 
-def rehearsable(config: RunConfig, tasks: Sequence[Task]) -> tuple[Task, ...]:
+def rehearsable(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
     """The tasks with a call to hold out, where the configuration holds any out."""
-    return tuple(task for task in tasks if config.fidelity.calls_per_step and can_be_held_out(task))
+    if not config.fidelity.calls_per_step:
+        return ()
+    places = [place for place, task in enumerate(tasks) if can_be_held_out(task)]
+    return tasks.chosen(places) if isinstance(tasks, StoredTasks) else tuple(tasks[place] for place in places)
 
 
 def can_be_held_out(task: Task) -> list[int]:

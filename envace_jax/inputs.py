@@ -22,6 +22,7 @@ from envace_jax.fidelity import rehearsable
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
 from envace_jax.task_store import StoredTasks
+from envace_jax.tool_schemas import refusal
 from envace_jax.types import Need, Task
 
 HELDOUT_STREAM = 1  # of random numbers, beside those of the order of tasks
@@ -58,7 +59,8 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     _check_positions(config, folder)
     frozen = _frozen(config, folder)
     chat = load_tokenizer(folder)
-    return Inputs(_short_enough(config, chat, tasks), heldout, unseen, folder, chat, frozen)
+    kept = _short_enough(config, chat, tasks)
+    return Inputs(kept, _can_be_evaluated(config, chat, heldout), unseen, folder, chat, frozen)
 
 
 def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -77,6 +79,21 @@ def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Seque
         print(line, flush=True)
     _check_enough(config, kept)
     return kept
+
+
+def _can_be_evaluated(config: RunConfig, chat: Chat, heldout: tuple[Task, ...]) -> tuple[Task, ...]:
+    """The held-out tasks whose prompts fit; says which do not: every attempt at one would be masked, so an evaluation
+    would tell of the short ones alone without a word. Raises ConfigError where none is left."""
+    kept, left_out = prompt_lengths.leave_out_long(
+        heldout, parts.make_prompts(config, chat), parts.make_limits(config), answered_by=Need.RESPONSE
+    )
+    if left_out and not kept:
+        raise ConfigError(
+            f"evaluation.heldout_tasks: none of the {len(heldout)} is short enough; task 0: {left_out[0].reason}"
+        )
+    for line in prompt_lengths.said(left_out, len(heldout)):
+        print(line.replace("data.source", "evaluation.heldout_tasks"), flush=True)
+    return tuple(kept)
 
 
 def _frozen(config: RunConfig, folder: Path) -> Path | None:
@@ -152,6 +169,15 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
         print(
             f"{lost} of {len(tasks)} tasks have items that need a judge; turns with one mask the trajectory", flush=True
         )
+    if config.rollout.schema_check:
+        refused = sum(any(refusal(task.tools, call) for call, _ in task.reference) for task in tasks)
+        if 2 * refused > len(tasks):
+            raise ConfigError(
+                f"rollout.schema_check: it would refuse the reference calls of {refused} of the {len(tasks)} tasks of "
+                f"{config.data.source}, whose tools are not all listed at first; set it to False"
+            )
+        if refused:
+            print(f"rollout.schema_check: it refuses reference calls of {refused} of {len(tasks)} tasks", flush=True)
     if config.rollout.responder == "real":
         for task in tasks:
             if task.environment is None:

@@ -193,6 +193,8 @@ class Simulator(Rehearsed):
     The rollout samples them with its `rehearser`; this counts their tokens, as an address does in its answers' `usage`.
     """
 
+    prompted = True  # what it cannot answer is no doing of the policy's
+
     def __init__(self) -> None:
         self.counts: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0}
 

@@ -18,6 +18,7 @@ from envace_jax.config import DataConfig
 from envace_jax.data import TaskStream
 from envace_jax.evaluate import FULL_REWARD
 from envace_jax.grpo import REWARD_TOLERANCE
+from envace_jax.task_store import StoredTasks
 from envace_jax.types import Task, Trajectory
 
 PRIOR = 1.0  # solved attempts, and as many that were not, that every task begins with: a new one counts as one half
@@ -49,17 +50,19 @@ class Drawn:
 
 def weights(tasks: Sequence[Task], record: Mapping[str, Sequence[float]]) -> np.ndarray:
     """f64[tasks]: p (1 - p) + FLOOR, with p the mean of the Beta posterior of a task's success (`PRIOR`)."""
-    attempts, solved = np.array([record.get(task.task_id, (0.0, 0.0)) for task in tasks], np.float64).T
+    ids = tasks.ids if isinstance(tasks, StoredTasks) else [task.task_id for task in tasks]
+    attempts, solved = np.array([record.get(task_id, (0.0, 0.0)) for task_id in ids], np.float64).T
     p = (solved + PRIOR) / (attempts + 2 * PRIOR)
     return p * (1 - p) + FLOOR
 
 
-def by_success(tasks: Sequence[Task], seed: int, step: int, record: Mapping[str, Sequence[float]]) -> list[Task]:
+def by_success(tasks: Sequence[Task], seed: int, step: int, record: Mapping[str, Sequence[float]]) -> Sequence[Task]:
     """All tasks in the order in which a step would draw them without putting back, each draw with `weights`."""
     # The largest of log-weight + Gumbel noise is a draw by weight, the next one a draw from what is left, and so on.
     noise = np.random.default_rng((seed, SUCCESS_STREAM, step)).gumbel(size=len(tasks))
     order = np.argsort(-(np.log(weights(tasks, record)) + noise), kind="stable")
-    return [tasks[place] for place in order]
+    # Of tasks on disk only those that are taken are read.
+    return tasks.chosen(order.tolist()) if isinstance(tasks, StoredTasks) else [tasks[place] for place in order]
 
 
 def candidates(stream: TaskStream, step: int, drawn: Drawn, *, by: str, refilled: bool) -> Iterable[Task]:

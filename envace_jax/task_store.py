@@ -1,12 +1,14 @@
 """Tasks in a temporary file instead of memory: a sequence whose tasks are read back when they are asked for.
 
-What it costs in memory is 16 bytes a task. The file has no name, so nothing is left behind, however the process ends.
+What it costs in memory is 16 bytes a task, and the tasks' ids once they are asked for. The file has no name, so nothing
+is left behind, however the process ends.
 Knows nothing of records, sources or batches.
 """
 
 from __future__ import annotations
 
 import array
+import functools
 import os
 import pickle
 import tempfile
@@ -72,6 +74,11 @@ class StoredTasks(Sequence[Task]):
         start, end = int(self._starts[place]), int(self._ends[place])
         # At a place of its own, not from a cursor: two threads may read at once.
         return pickle.loads(zlib.decompress(os.pread(self._file.fileno(), end - start, start)))
+
+    @functools.cached_property
+    def ids(self) -> tuple[str, ...]:
+        """The tasks' ids, in order; read once, for what looks at all tasks in every step."""
+        return tuple(task.task_id for task in self)
 
     def chosen(self, places: Sequence[int]) -> StoredTasks:
         """The tasks at these places, in that order."""

@@ -70,7 +70,7 @@ class Setup:
     reward: Reward
     user: users.User | None  # who answers replies in tasks with a simulated user
     stream: TaskStream
-    rehearsable: tuple[Task, ...]  # those with a call to hold out, where the configuration holds any out
+    rehearsable: Sequence[Task]  # those with a call to hold out, where the configuration holds any out
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
     train_step: Any

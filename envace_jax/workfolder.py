@@ -76,7 +76,11 @@ def check_continued(
     otherwise = f"the run in {workdir} began; put back what was there, or choose another --workdir"
     problems = []
     if before["tasks"] != fingerprints["tasks"]:
-        problems.append(f"data.source: the tasks of {config.data.source} are not what they were when {otherwise}")
+        held = known["config"]["evaluation"].get("heldout_tasks", 0), config.evaluation.heldout_tasks
+        if config.data.source != "tiny" and held[0] != held[1]:  # of a benchmark's tasks, those are not trained on
+            problems.append(f"evaluation.heldout_tasks: {held[0]} -> {held[1]} changes what is trained on: {otherwise}")
+        else:
+            problems.append(f"data.source: the tasks of {config.data.source} are not what they were when {otherwise}")
     names = before["model"].keys() | fingerprints["model"].keys()
     changed = sorted(name for name in names if before["model"].get(name) != fingerprints["model"].get(name))
     if changed:

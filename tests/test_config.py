@@ -180,6 +180,21 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             {"reward__checkpoint": "policy"},
             "reward.checkpoint: policy is for reward.kind=judge without reward.urls; they are checklist and []",
         ),
+        ({"reward__urls": ("http://h/v1",)}, "reward.urls: nobody is asked with reward.kind=checklist"),
+        ({"external__urls": ("http://h/v1",)}, "external.urls: nobody asks them with rollout.responder=rehearsed"),
+        (
+            {"reward__kind": "judge", "reward__checkpoint": "policy", "rollout__players": "frozen_act"},
+            "reward.checkpoint: policy is whoever plays ACT, which rollout.players=frozen_act never trains",
+        ),
+        (
+            {
+                "fidelity__calls_per_step": 2,
+                "rollout__responder": "external",
+                "external__urls": ("http://h/v1",),
+                "external__model": "m",
+            },
+            "fidelity.calls_per_step: 2 rewards rehearsals, which nobody learns",
+        ),
         ({"external__timeout_s": 0.0}, "external.timeout_s: 0.0 must be greater than 0"),
         ({"external__top_p": 0.0}, "external.top_p: 0.0 must be greater than 0 and at most 1"),
         ({"grpo__kl_coef": -0.1}, "grpo.kl_coef: -0.1 is too small; it must be at least 0"),

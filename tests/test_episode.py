@@ -452,3 +452,13 @@ def test_what_was_said_before_the_first_user_turn_stands_before_it():
         f"{start_}user\nturn 0, please{end}" + CHAT.decode(CHAT.assistant_prefix(thinking=False))
     )
     assert episode.turn_messages[0]["content"] == "turn 0, please" and episode.messages[:-1] == before
+
+
+def test_what_another_model_in_this_process_cannot_answer_masks_and_what_it_refuses_does_not():
+    prompts, limits = scripted.prompts(), Limits(**LIMITS)
+    waiting = act(start(prompts, limits, scripted.task(), 0, 0, prompted=True), scripted.calling(ANN))
+    (request,) = waiting.requests
+    unreadable = on_rehearsed(waiting, [scripted.segment(request, "no tags")])
+    assert unreadable.status == "failed" and unreadable.reason.startswith("fault: NoResult")
+    refused = rehearse(waiting, '{"error_tool_call": {"code": "unknown_tool"}}')
+    assert (refused.status, refused.reason) == ("ok", Reason.TOOL_ERROR)

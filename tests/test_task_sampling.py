@@ -12,7 +12,7 @@ import scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envace_jax import task_sampling
+from envace_jax import task_sampling, task_store
 from envace_jax.data import TaskStream
 from envace_jax.task_sampling import Drawn, by_success, candidates, gather, informative_groups, weights
 from envace_jax.types import Trajectory
@@ -173,3 +173,16 @@ def test_a_task_that_is_always_solved_comes_less_and_less_often():
         counts[number] += step >= 100
     share = (0.25 + task_sampling.FLOOR) / ((0.25 + task_sampling.FLOOR) + 7 * (21 / 22 / 22 + task_sampling.FLOOR))
     assert counts[5] / 300 == pytest.approx(share, abs=0.1) and share > 0.4
+
+
+def test_tasks_on_disk_are_drawn_alike_and_only_those_that_are_taken_are_read(monkeypatch):
+    writer = task_store.TaskWriter()
+    for task in TASKS:
+        writer.add(task)
+    stored, record = writer.finish(), {TASKS[1].task_id: [8.0, 4.0], TASKS[2].task_id: [8.0, 8.0]}
+    assert ids(by_success(stored, 0, 5, record)) == ids(by_success(TASKS, 0, 5, record))
+    reads = []
+    load = task_store.pickle.loads
+    monkeypatch.setattr(task_store.pickle, "loads", lambda data: reads.append(1) or load(data))
+    taken = [task for task, _ in zip(by_success(stored, 0, 6, record), range(2), strict=False)]
+    assert len(taken) == 2 and len(reads) <= 3

@@ -43,6 +43,11 @@ NAME = "envace_jax"  # of the model, to BFCL's checkers: dots in names become un
 runs = itertools.count()
 
 
+def new_run():
+    """A name that no other simulators have; all are equally long, since BFCL writes them into texts (`run_calls`)."""
+    return f"run{next(runs):09d}"
+
+
 class OutOfMemory(BaseException):
     """A MemoryError on its way through BFCL's executor, which would make a result of it."""
 
@@ -51,7 +56,7 @@ class Episode:
     """An entry's simulators, which BFCL keeps in its module under names that begin with `run`."""
 
     def __init__(self, entry):
-        self.entry, self.run = entry, f"run{next(runs)}"
+        self.entry, self.run = entry, new_run()
         self.names = names_of(entry)
         self.instances = {}
 
@@ -126,7 +131,11 @@ def executor():
 
 
 def run_calls(episode, texts):
-    """BFCL's results of calls, in order, as texts."""
+    """BFCL's results of calls, in order, as texts.
+
+    BFCL takes a name before a bracket for a function even inside an argument's text, and writes its instance's name
+    there. The number in it depends on what was executed before, which no result may say: attempts would not repeat.
+    """
     entry = episode.entry
     try:
         results, episode.instances = executor().execute_multi_turn_func_call(
@@ -135,7 +144,7 @@ def run_calls(episode, texts):
         )  # fmt: skip
     except OutOfMemory:
         raise MemoryError from None
-    return results
+    return [result.replace(f"{episode.run}_", "run_") if isinstance(result, str) else result for result in results]
 
 
 def execute(text):
@@ -357,7 +366,7 @@ def score(request):
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
     decoded = [[[written(names[name], given) for name, given in step] for step in turn if step] for turn in sound]
-    run = f"run{next(runs)}"
+    run = new_run()
     try:
         verdict = multi_turn_checker(decoded, entry["ground_truth"], entry, category_of(entry), run)
     except OutOfMemory:
