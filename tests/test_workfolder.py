@@ -19,6 +19,7 @@ from envace_jax.config import RunConfig, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
 from envace_jax.metrics import MetricsWriter
+from envace_jax.responders import Rehearsed
 from envace_jax.types import Role, Task, TrainState
 
 NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
@@ -38,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
     def build(config: RunConfig, *_: Any) -> Any:
         cast = SimpleNamespace(learners={"": tuple(Role)})
-        setup = SimpleNamespace(config=config, model=None, folder=Path("base"), cast=cast, responder=None)
+        setup = SimpleNamespace(config=config, model=None, folder=Path("base"), cast=cast, responder=Rehearsed())
         return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
 
     def iterate(setup: Any, state: TrainState, step: int, *_: Any) -> Any:
