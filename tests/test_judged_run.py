@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -63,8 +64,16 @@ def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(
 ):
     monkeypatch.setattr("envace_jax.endpoint.LONGEST_WAIT_S", 0.1)
 
+    seen: collections.Counter[str] = collections.Counter()
+
     def fault(number, body):
-        return "status 503" if lost(asked(body)) else TRANSIENT[number // 3 % 4] if number % 3 == 0 else None
+        """A question meets up to two faults of its own, whenever its turn comes: none but the lost ones is given up."""
+        question = asked(body)
+        seen[question] += 1
+        if lost(question):
+            return "status 503"
+        draw = drawn(f"{question} fault")
+        return TRANSIENT[(draw + seen[question]) % 4] if seen[question] <= draw // 4 % 3 else None
 
     server = FaultyServer(lambda body: verdicts(asked(body)), fault)
     with server.running() as url:
@@ -88,6 +97,7 @@ def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(
     assert counts["judge_fault_status_503"] == server.injected["status 503"]
     assert counts["judge_fault_connection"] == server.injected["reset"]
     assert counts["judge_tries"] == len(server.bodies)
+    assert all(server.injected[kind] > 0 for kind in TRANSIENT)
     # What was judged is on disk: the same run again asks for what was lost alone.
     kept = (tmp_path / "faulty" / choose.VERDICTS_FILE).read_text().splitlines()
     assert len(kept) == len({json.loads(line)[0] for line in kept}) > 0
