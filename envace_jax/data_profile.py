@@ -94,7 +94,8 @@ def _counts(task: Task) -> tuple[int, ...]:
         task.environment is not None,
         all(item.check for turn in task.checklist for item in turn),
         sum(validator is None for validator in schemas.values()),
-        sum(not _fits(schemas[call.name], call.arguments) for call, _ in task.reference),
+        # A benchmark's task may tell of a tool only later in the conversation.
+        sum(not _fits(schemas.get(call.name), call.arguments) for call, _ in task.reference),
         sum(not _can_be_rehearsed(result) for _, result in task.reference),
     )
 
