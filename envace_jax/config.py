@@ -121,11 +121,10 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExternalConfig:
-    """The model that answers tool calls where rollout.responder is external, by the policy's REHEARSE prompts."""
+class EndpointConfig:
+    """A model behind OpenAI-compatible addresses: where it is, how patiently it is asked, and how it samples."""
 
-    checkpoint: str = ""  # one in this process, never trained: a folder or hub id with the policy's tokenizer
-    urls: tuple[str, ...] = ()  # OpenAI-compatible base addresses, such as http://host:8000/v1
+    urls: tuple[str, ...] = ()  # base addresses, such as http://host:8000/v1
     model: str = ""  # its name there
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
     concurrency: int = 32  # questions under way at once
@@ -133,41 +132,37 @@ class ExternalConfig:
     retries: int = 7  # tries after the first, with growing waits; then the trajectory is masked
     temperature: float = 1.0
     top_p: float = 1.0
-    max_tokens: int = 8000  # of an answer
+    max_tokens: int = 8000  # of an answer, its thoughts included
+
+
+@dataclasses.dataclass(frozen=True)
+class ExternalConfig(EndpointConfig):
+    """The model that answers tool calls where rollout.responder is external, by the policy's REHEARSE prompts."""
+
+    checkpoint: str = ""  # one in this process, never trained: a folder or hub id with the policy's tokenizer
     cache: bool = False  # in WORKDIR/external.jsonl: the same call in the same state is asked once
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(EndpointConfig):
+    """What scores user turns; the addresses are a judge's."""
+
     kind: Literal["checklist", "judge"] = "checklist"  # program checks alone; or a judge for the items without one
     # A judge in this process instead of one behind addresses: a folder or hub id, or "policy", the trained one itself.
     checkpoint: str = ""
-    urls: tuple[str, ...] = ()  # of the judge: OpenAI-compatible base addresses, such as http://host:8000/v1
-    model: str = ""  # its name there
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
-    concurrency: int = 32  # questions under way at once
-    timeout_s: float = 120.0
-    retries: int = 7  # tries after the first, with growing waits; then the trajectory is masked
     temperature: float = 0.6
     top_p: float = 0.8
-    max_tokens: int = 4096  # of a judge's answer
+    max_tokens: int = 4096
     keep_verdicts: bool = True  # in WORKDIR/verdicts.jsonl: what was asked once is not asked again
     most_masked: float = 0.5  # share of a step's trajectories; more of them masked end the run, with the reason
 
 
 @dataclasses.dataclass(frozen=True)
-class UserConfig:
+class UserConfig(EndpointConfig):
     """The model that plays the user in tasks with a simulated user; none where `urls` is empty."""
 
-    urls: tuple[str, ...] = ()  # OpenAI-compatible base addresses, such as http://host:8000/v1
-    model: str = ""  # its name there
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key, where one is needed
-    concurrency: int = 32  # questions under way at once
-    timeout_s: float = 120.0
-    retries: int = 6  # tries after the first, with growing waits; then the trajectory is masked
     temperature: float = 0.0
-    top_p: float = 1.0
-    max_tokens: int = 2048  # of a message, its thoughts included
+    max_tokens: int = 2048
     keep_answers: bool = True  # in WORKDIR/user_messages.jsonl: the same conversation gets the same message again
 
 

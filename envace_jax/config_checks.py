@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envace_jax import envs
 
 if TYPE_CHECKING:
-    from envace_jax.config import ExternalConfig, RewardConfig, RunConfig
+    from envace_jax.config import EndpointConfig, RunConfig
 
 AT_LEAST = {
     1: (
@@ -144,6 +144,8 @@ def _models_outside(config: RunConfig) -> Iterator[str]:
             f"external.urls: nobody asks them with rollout.responder={config.rollout.responder}; set that to external, "
             "or leave the urls out"
         )
+    if simulator.cache and config.rollout.responder != "external":
+        yield f"external.cache: nothing is asked with rollout.responder={config.rollout.responder}; set it to False"
     if reward.checkpoint == "policy" and config.rollout.players == "frozen_act":
         yield (
             "reward.checkpoint: policy is whoever plays ACT, which rollout.players=frozen_act never trains; name the "
@@ -163,7 +165,7 @@ def _models_outside(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _endpoint(group: str, name: str, settings: RewardConfig | ExternalConfig) -> Iterator[str]:
+def _endpoint(group: str, name: str, settings: EndpointConfig) -> Iterator[str]:
     if not settings.urls or not all(url.startswith(("http://", "https://")) for url in settings.urls):
         yield (
             f"{group}.urls: {list(settings.urls)}; a {name} needs addresses such as http://host:8000/v1, or "

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import urllib3
 
 from envace_jax import json_values
+from envace_jax.config import EndpointConfig
 from envace_jax.types import Json, Message
 
 Answer = TypeVar("Answer")
@@ -57,6 +58,17 @@ class EndpointSettings:
                 raise ValueError(f"endpoint {name} is {getattr(self, name)}; must be at least {least}")
         if self.timeout_s <= 0:
             raise ValueError(f"endpoint timeout_s is {self.timeout_s}; must be greater than 0")
+
+
+def open_endpoint(config: EndpointConfig) -> Endpoint:
+    """The endpoint of a group of a run's settings. To be closed."""
+    names = ("urls", "model", "key_variable", "concurrency", "timeout_s", "retries")
+    return Endpoint(EndpointSettings(**{name: getattr(config, name) for name in names}))
+
+
+def sampling_options(config: EndpointConfig) -> dict[str, Json]:
+    """How the model of a group of settings samples, as `Endpoint.ask` takes it."""
+    return {name: getattr(config, name) for name in ("temperature", "top_p", "max_tokens")}
 
 
 class Endpoint:

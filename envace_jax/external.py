@@ -15,7 +15,7 @@ from pathlib import Path
 from envace_jax.answers import AnswerCache, key_of
 from envace_jax.chat import parse_assistant, render_call
 from envace_jax.config import ExternalConfig
-from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.endpoint import open_endpoint, sampling_options
 from envace_jax.roles import Prompts, canonical_result, read_rehearsal, rehearse_question
 from envace_jax.types import Json, MessageList, Need, Task, ToolCall
 
@@ -73,21 +73,12 @@ class External:
 
 def opened(settings: ExternalConfig, prompts: Prompts, workdir: Path) -> External:
     """The responder that a run's settings ask for, with a cache in the work folder. To be closed."""
-    endpoint = Endpoint(
-        EndpointSettings(
-            settings.urls,
-            settings.model,
-            key_variable=settings.key_variable,
-            concurrency=settings.concurrency,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
-        )
-    )
+    endpoint = open_endpoint(settings)
     return External(
         endpoint.ask,
         prompts,
         name=settings.model,
-        options={"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens},
+        options=sampling_options(settings),
         cache=workdir / ANSWERS_FILE if settings.cache else None,
         counts=endpoint.counts,
         close=endpoint.close,

@@ -6,6 +6,7 @@ without calls and their results, and ends the conversation with a word of ENDS. 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from envace_jax.answers import AnswerCache, key_of
 from envace_jax.config import UserConfig
-from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.endpoint import open_endpoint, sampling_options
 from envace_jax.types import Json, Message, MessageList, Task
 
 ENDS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
@@ -29,7 +30,7 @@ Ask = Callable[..., Future[str]]
 class User(Protocol):
     """Who answers the assistant's replies. `counts` are for a run's metrics."""
 
-    counts: Mapping[str, int]
+    counts: collections.Counter[str]
 
     def answer(self, task: Task, messages: MessageList) -> Future[str | None]:
         """The user's next message in the conversation so far, None at its end. An exception in the future masks the
@@ -48,11 +49,11 @@ class SimulatedUser:
         name: str,
         cache: Path | None = None,
         options: Mapping[str, Json] | None = None,
-        counts: Mapping[str, int] | None = None,
+        counts: collections.Counter[str] | None = None,
     ):
-        self.counts = {} if counts is None else counts
+        self.counts = collections.Counter[str]() if counts is None else counts
         self._ask, self._name, self._options = ask, name, dict(options or {})
-        self._cache = None if cache is None else AnswerCache(cache)
+        self._cache = None if cache is None else AnswerCache(cache, self.counts)
 
     def answer(self, task: Task, messages: MessageList) -> Future[str | None]:
         question = asked(task, messages)
@@ -119,17 +120,7 @@ def chosen(settings: UserConfig, workdir: Path) -> Iterator[SimulatedUser | None
     if not settings.urls:
         yield None
         return
-    endpoint = Endpoint(
-        EndpointSettings(
-            settings.urls,
-            settings.model,
-            key_variable=settings.key_variable,
-            concurrency=settings.concurrency,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
-        )
-    )
-    options = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
+    endpoint, options = open_endpoint(settings), sampling_options(settings)
     cache = workdir / ANSWERS_FILE if settings.keep_answers else None
     user = SimulatedUser(endpoint.ask, name=settings.model, cache=cache, options=options, counts=endpoint.counts)
     try:

@@ -257,6 +257,7 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             {"rollout__players": "separate", "rollout__frozen_checkpoint": "a"},
             "rollout.frozen_checkpoint: nobody plays it with rollout.players=separate",
         ),
+        ({"external__cache": True}, "external.cache: nothing is asked with rollout.responder=rehearsed"),
         ({"external__checkpoint": "a"}, "external.checkpoint: nobody asks it with rollout.responder=rehearsed"),
         ({"rollout__responder": "external"}, "external.urls: []; a simulator needs addresses such as http://host:8000"),
         (
