@@ -27,10 +27,15 @@ def of_tasks(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()[:16]
 
 
+def of_file(path: Path) -> str:
+    """A hash of a whole file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 def of_model(folder: Path) -> dict[str, str]:
     """File name -> hash, for the files of a model folder that a run reads."""
     files = [folder / name for name in SMALL_FILES if (folder / name).is_file()]
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    hashes = {path.name: of_file(path) for path in files}
     return hashes | {path.name: _of_weights(path) for path in sorted(folder.glob("*.safetensors"))}
 
 

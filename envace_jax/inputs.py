@@ -20,7 +20,7 @@ from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
 from envace_jax.fidelity import rehearsable
 from envace_jax.models import hf
-from envace_jax.rewards import Reward
+from envace_jax.rewards import Reward, choose
 from envace_jax.task_store import StoredTasks
 from envace_jax.tool_schemas import refusal
 from envace_jax.types import Need, Task
@@ -39,17 +39,23 @@ class Inputs:
     folder: Path
     chat: Chat
     frozen: Path | None = None  # the folder of the checkpoint that plays a role and is never trained
+    judge: Path | None = None  # the folder of a judge in this process that is not the policy
+    environments: tuple[Path, ...] = ()  # files of environments outside the package
 
     def fingerprints(self) -> dict[str, Any]:
         """What a resumed run must find again, as JSON values; the evaluation's tasks may change."""
         found = {"tasks": fingerprint.of_tasks(self.tasks), "model": fingerprint.of_model(self.folder)}
-        return found if self.frozen is None else found | {"frozen": fingerprint.of_model(self.frozen)}
+        folders = {"frozen": self.frozen, "judge": self.judge}
+        found |= {name: fingerprint.of_model(folder) for name, folder in folders.items() if folder is not None}
+        files = {str(path): fingerprint.of_file(path) for path in self.environments}
+        return found | ({"environments": files} if files else {})
 
 
 def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     """Reads the tasks and finds the model. Raises ConfigError, ValueError or FileNotFoundError, one line each."""
-    for file in config.data.environments:
-        envs.add_file(configuration.local_path(file))
+    environments = tuple(map(configuration.local_path, config.data.environments))
+    for file in environments:
+        envs.add_file(file)
     tasks, heldout, unseen = _tasks(config)
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
@@ -60,7 +66,8 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     frozen = _frozen(config, folder)
     chat = load_tokenizer(folder)
     kept = _short_enough(config, chat, tasks)
-    return Inputs(kept, _can_be_evaluated(config, chat, heldout), unseen, folder, chat, frozen)
+    heldout = _can_be_evaluated(config, chat, heldout)
+    return Inputs(kept, heldout, unseen, folder, chat, frozen, choose.judge_folder(config.reward), environments)
 
 
 def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Sequence[Task]:

@@ -72,10 +72,10 @@ def make_responder(config: RunConfig, prompts: Prompts, workdir: Path) -> Respon
 def bind_judge(config: RunConfig, judge: LocalModel, chat: Chat, mesh: Mesh) -> None:
     """Gives a judge in this process its model: the policy, or a checkpoint with a sampler of the run's settings."""
     bind = functools.partial(judge.bind, max_length=config.sampler.max_length, thinking=config.prompts.thinking)
-    if config.reward.checkpoint in ("", choose.POLICY):
+    folder = choose.judge_folder(config.reward)
+    if folder is None:
         bind(chat)
         return
-    folder = choose.judge_folder(config.reward)
     model, params = hf.load(folder, mesh, dtype=config.model.param_dtype)
     policy, own = make_policy(config, model, mesh), load_tokenizer(folder)
     bind(own, sampler=make_sampler(config, policy, own, mesh), params=policy.for_decoding(params))

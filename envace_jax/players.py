@@ -106,14 +106,6 @@ def with_part(state: State, name: str, new: TrainState) -> State:
     return new if isinstance(state, TrainState) else {**state, name: new}
 
 
-def exports(cast: Cast, state: State) -> dict[str, Params]:
-    """Trained parameters by where a run writes them: "model" plays ACT, "model_rehearse" plays REHEARSE alone."""
-    return {
-        "model" if Role.ACT in roles else "model_rehearse": part(state, name).params
-        for name, roles in cast.learners.items()
-    }
-
-
 # --- what each learns from ---
 
 

@@ -39,7 +39,7 @@ from envace_jax.responders import Responder
 from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
-from envace_jax.rollout import rollout
+from envace_jax.rollout import Player, rollout
 from envace_jax.task_sampling import Drawn, Gathered
 from envace_jax.train_step import (
     TrainStepConfig,
@@ -271,9 +271,14 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
     def update(state: TrainState, rows: int) -> TrainState:
         return _update(setup, state, *_batch(setup, [], [], (rows,)))[0]
 
+    def samplers() -> list[Player]:
+        judge = getattr(setup.reward, "model", None)  # of a reward that asks a model in this process
+        judges = [] if judge is None or judge.sampler is None else [Player(judge.sampler, judge.params)]
+        return [*setup.cast.to_compile(state), *judges]
+
     name = next(iter(setup.cast.learners))  # the train step of one is that of all
     warm = warm_up(
-        players.part(state, name), players=lambda: setup.cast.to_compile(state), update=update,
+        players.part(state, name), players=samplers, update=update,
         row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
     )  # fmt: skip
     return players.with_part(state, name, warm)

@@ -88,9 +88,14 @@ def check_continued(
             f"model.path: {', '.join(changed)} of {config.model.path} {'is' if len(changed) == 1 else 'are'} not as "
             f"when {otherwise}"
         )
-    if before.get("frozen") != fingerprints.get("frozen"):
-        setting, path = config_checks.cast(config)[1:]
-        problems.append(f"{setting}: files of {path} are not as when {otherwise}")
+    read = {
+        "frozen": config_checks.cast(config)[1:],
+        "judge": ("reward.checkpoint", config.reward.checkpoint),
+        "environments": ("data.environments", ", ".join(config.data.environments)),
+    }
+    for name, (setting, path) in read.items():
+        if before.get(name) != fingerprints.get(name):
+            problems.append(f"{setting}: files of {path} are not as when {otherwise}")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -13,6 +13,7 @@ from envace_jax import train
 from envace_jax.buckets import Buckets
 from envace_jax.compile_count import CompileCounter
 from envace_jax.metrics import MetricsWriter, read_json_lines
+from envace_jax.rewards import choose
 from envace_jax.rollout import Player
 from envace_jax.sharding import make_mesh
 from envace_jax.types import TrainState
@@ -57,6 +58,16 @@ def test_rows_beyond_the_buckets_are_compiled_and_counted_and_a_state_in_midst_o
     state = train.compile_all(setup, state)
     assert bits(state) == before and int(state.step) == 1 and counter.take() == 0
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+def test_a_judges_own_sampler_is_compiled_too(mesh, tmp_path):
+    config = tiny_config(**{"reward.kind": "judge", "reward.checkpoint": "asset:tiny_base"})
+    with choose.chosen(config.reward, tmp_path) as reward:
+        setup, state = train.build(config, mesh, reward)
+        compiled = []
+        reward.model.sampler.warm_up = lambda params, tell: compiled.append(params is reward.model.params)
+        train.compile_all(setup, state)
+    assert compiled == [True]
 
 
 class Terminal(io.StringIO):

@@ -289,3 +289,20 @@ def test_a_failed_export_costs_no_numbers(
     assert (tmp_path / "run" / "curves.png").is_file()
     run(small(steps=2))
     assert (tmp_path / "run" / "model" / "config.json").read_text() == "2.0"
+
+
+@pytest.mark.parametrize("setting", ["data.environments", "reward.checkpoint"])
+def test_a_changed_environment_or_judge_is_refused(run: Callable[..., Any], tmp_path: Path, setting: str) -> None:
+    if setting == "data.environments":
+        file = tmp_path / "counter.py"
+        file.write_text("TOOLS = []\n\n\ndef execute(state, name, arguments):\n    return state, {}\n")
+        changes: dict[str, Any] = {setting: (str(file),)}
+    else:
+        shutil.copytree(Path(train.__file__).parent / "assets" / "tiny_base", tmp_path / "judge")
+        file, changes = tmp_path / "judge" / "config.json", {setting: str(tmp_path / "judge"), "reward.kind": "judge"}
+    run(small(**changes, steps=1))
+    held = file.read_text()
+    file.write_text(held + "\n")
+    refused(lambda: run(small(**changes, steps=2)), tmp_path, f"{setting}: files of .* are not as when")
+    file.write_text(held)
+    run(small(**changes, steps=2))

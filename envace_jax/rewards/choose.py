@@ -10,7 +10,7 @@ from pathlib import Path
 
 from envace_jax import fingerprint
 from envace_jax.config import RewardConfig, UserError, model_path
-from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.endpoint import open_endpoint, sampling_options
 from envace_jax.local_model import LocalModel
 from envace_jax.models import hf
 from envace_jax.rewards import Reward
@@ -31,27 +31,18 @@ def chosen(settings: RewardConfig, workdir: Path, seed: int = 0) -> Iterator[Rew
     if settings.kind == "checklist":
         yield ChecklistReward()
         return
-    options = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
+    options = sampling_options(settings)
     cache = workdir / VERDICTS_FILE if settings.keep_verdicts else None
     with contextlib.ExitStack() as opened:
         if settings.checkpoint:
-            local = LocalModel(seed=seed, retries=settings.retries)
-            if settings.checkpoint == POLICY:
+            local, folder = LocalModel(seed=seed, retries=settings.retries), judge_folder(settings)
+            if folder is None:
                 name, cache = POLICY, None  # what it would say changes with every step
             else:
-                name = json.dumps(fingerprint.of_model(judge_folder(settings)))
+                name = json.dumps(fingerprint.of_model(folder))
             reward = JudgedReward(local.ask, name=name, cache=cache, options=options, counts=local.counts, model=local)
         else:
-            endpoint = Endpoint(
-                EndpointSettings(
-                    settings.urls,
-                    settings.model,
-                    key_variable=settings.key_variable,
-                    concurrency=settings.concurrency,
-                    timeout_s=settings.timeout_s,
-                    retries=settings.retries,
-                )
-            )
+            endpoint = open_endpoint(settings)
             opened.callback(endpoint.close)
             reward = JudgedReward(
                 endpoint.ask, name=settings.model, cache=cache, options=options, counts=endpoint.counts
@@ -60,8 +51,11 @@ def chosen(settings: RewardConfig, workdir: Path, seed: int = 0) -> Iterator[Rew
         yield reward
 
 
-def judge_folder(settings: RewardConfig) -> Path:
-    """The folder of a judge's checkpoint. Raises FileNotFoundError or ConfigError where there is none."""
+def judge_folder(settings: RewardConfig) -> Path | None:
+    """The folder of a judge's own checkpoint in this process, or None where the judge is none. Raises
+    FileNotFoundError or ConfigError where the settings name one that is not there."""
+    if settings.checkpoint in ("", POLICY):
+        return None
     return hf.resolve(model_path(settings.checkpoint, "reward.checkpoint"))
 
 
