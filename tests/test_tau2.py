@@ -281,28 +281,36 @@ def test_a_ticket_ends_with_done():
     assert score(task, [*conversation[:2], *called(done), *conversation[2:]]) == 0.0  # too late
 
 
-@needs_tau2
-def test_a_users_tools_are_for_the_user_unless_there_is_only_a_ticket():
-    """No set of ours plays telecom with a user; the child would not let the agent act for it."""
-    code = f"""
+def in_child(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in tau2's interpreter, where `child` is the child script as a module, set up."""
+    script = Path(tau2.__file__).with_name("tau2_child.py")
+    begin = f"""
         import importlib.util
-        spec = importlib.util.spec_from_file_location("child", {str(Path(tau2.__file__).with_name("tau2_child.py"))!r})
+        spec = importlib.util.spec_from_file_location("child", {str(script)!r})
         child = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(child)
         child.setup()
+    """
+    command = [str(PYTHON), "-c", textwrap.dedent(begin) + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
+@needs_tau2
+def test_a_users_tools_are_for_the_user_unless_there_is_only_a_ticket():
+    """No set of ours plays telecom with a user; the child would not let the agent act for it."""
+    code = """
         name = next(iter(child.tasks_of("telecom_small")))
-        solo = child.open_episode({{"set": "telecom_small", "task": name}})
+        solo = child.open_episode({"set": "telecom_small", "task": name})
         child.is_solo = lambda domain, task: False
-        user = child.open_episode({{"set": "telecom_small", "task": name}})
+        user = child.open_episode({"set": "telecom_small", "task": name})
         before = child.state(user)
-        assert child.call(user, "toggle_roaming", {{}})["error_tool_call"]["code"] == "unknown_tool"
-        assert child.call(user, "done", {{}})["error_tool_call"]["code"] == "unknown_tool"
+        assert child.call(user, "toggle_roaming", {})["error_tool_call"]["code"] == "unknown_tool"
+        assert child.call(user, "done", {})["error_tool_call"]["code"] == "unknown_tool"
         assert child.state(user) == before
-        assert "Roaming" in child.call(solo, "toggle_roaming", {{}})["result"]
+        assert "Roaming" in child.call(solo, "toggle_roaming", {})["result"]
         print("held")
     """
-    command = [str(PYTHON), "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    done = in_child(code)
     assert done.stdout.endswith("held\n"), done.stderr
 
 
@@ -316,22 +324,16 @@ def test_values_that_do_not_fit_are_the_policys_doing():
 
 @needs_tau2
 def test_assertions_that_need_a_model_are_a_fault_and_no_zero():
-    code = f"""
-        import importlib.util
-        spec = importlib.util.spec_from_file_location("child", {str(Path(tau2.__file__).with_name("tau2_child.py"))!r})
-        child = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(child)
-        child.setup()
+    code = """
         task = child.task_of("mock", "create_task_1_nl_eval")
         from tau2.data_model.tasks import RewardType
         task.evaluation_criteria.reward_basis = [RewardType.NL_ASSERTION]
         try:
-            child.score("mock", task.id, [{{"role": "assistant", "content": "x", "calls": []}}])
+            child.score("mock", task.id, [{"role": "assistant", "content": "x", "calls": []}])
         except ValueError as error:
             print(error)
     """
-    command = [str(PYTHON), "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    done = in_child(code)
     assert "NL assertions are part of the reward basis" in done.stdout, done.stderr
 
 
