@@ -207,17 +207,18 @@ def on_rehearsed(episode: Episode, segments: Sequence[Segment]) -> Episode:
     """
     _expect(episode, Need.REHEARSE)
     texts = [_text(episode, segment) for segment in segments]
-    parsed = [parse_rehearsal(text) for text in texts]
     episode = dataclasses.replace(episode, segments=(*episode.segments, *segments))
     if episode.prompted:
         try:
-            for text in texts:
-                read_rehearsal(text)
+            results = [read_rehearsal(text) for text in texts]
         except NoResult as fault:
             return on_fault(episode, fault)
-    error = Reason.TOOL_ERROR if episode.prompted else Reason.REHEARSAL_ERROR
-    failure = None if all(ok for _, ok in parsed) else error
-    return _take_results(episode, [result for result, _ in parsed], failure, rehearsed=True)
+        failure = Reason.TOOL_ERROR if any(map(is_error_result, results)) else None
+    else:
+        parsed = [parse_rehearsal(text) for text in texts]
+        results = [result for result, _ in parsed]
+        failure = None if all(ok for _, ok in parsed) else Reason.REHEARSAL_ERROR
+    return _take_results(episode, results, failure, rehearsed=True)
 
 
 def on_results(episode: Episode, results: Sequence[str]) -> Episode:
