@@ -1,18 +1,21 @@
-"""The parts of a run that play, each made of its groups of settings: policy, sampler, cast, responder, prompts, limits.
+"""The parts of a run, each made of its groups of settings: what plays, and what updates it.
 
-`train.build` puts them together.
+`train.build` puts them together. Policy, sampler and steps need no weights and no task, so a planner makes the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 from jax.sharding import Mesh
 
-from envace_jax import config_checks, envs, external, players
+from envace_jax import config_checks, envs, external, players, sharding, train_step
 from envace_jax.buckets import Buckets
 from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import RunConfig
@@ -24,7 +27,8 @@ from envace_jax.responders import Real, Rehearsed, Responder
 from envace_jax.rewards import choose
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sampler
-from envace_jax.types import Policy
+from envace_jax.train_step import TrainStepConfig
+from envace_jax.types import Params, Policy, TrainBatch, TrainState
 
 
 def make_policy(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> Policy:
@@ -41,6 +45,51 @@ def make_sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sa
         buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
         vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
         decode_chunk=chosen.decode_chunk, cache_rows=chosen.cache_rows or None, refill_share=chosen.refill_share,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What updates parameters: the optimizer, and the jitted steps of `train_step.py`."""
+
+    optimizer: optax.GradientTransformation
+    train: Callable[..., tuple[TrainState, Any]]
+    score: Callable[[Params, TrainBatch], jax.Array]
+
+
+def make_steps(config: RunConfig, policy: Policy, vocabulary: int, mesh: Mesh, shardings: Any) -> Steps:
+    """`vocabulary` is the tokenizer's length, `shardings` where the parameters lie. Nothing is compiled yet."""
+    optimizer = make_optimizer(config)
+    chosen = step_config(config, vocabulary, sharding.axis_size(mesh, sharding.BATCH_AXES))
+    return Steps(
+        optimizer=optimizer,
+        train=train_step.make_train_step(policy, optimizer, chosen, mesh, shardings),
+        score=train_step.make_score_step(policy, chosen, mesh),
+    )
+
+
+def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
+    chosen = config.optimizer
+    schedule = train_step.make_schedule(
+        chosen.learning_rate, schedule=chosen.schedule, warmup_steps=chosen.warmup_steps, total_steps=config.steps
+    )
+    return train_step.make_optimizer(
+        schedule,
+        weight_decay=chosen.weight_decay,
+        b1=chosen.b1,
+        b2=chosen.b2,
+        eps=chosen.eps,
+        clip_norm=chosen.clip_norm,
+    )
+
+
+def step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepConfig:
+    grpo = config.grpo
+    return TrainStepConfig(
+        vocab_limit=vocabulary, temperature=config.sampler.temperature,
+        micro_batch_rows=config.batch.micro_batch_rows * shards, logprob_chunk=config.batch.logprob_chunk,
+        old_logprobs=grpo.old_logprobs, loss=grpo.loss, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
+        dual_clip=grpo.dual_clip, kl_coef=grpo.kl_coef, denominator=grpo.denominator, tis_cap=grpo.tis_cap,
     )  # fmt: skip
 
 

@@ -41,14 +41,7 @@ from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import Player, rollout
 from envace_jax.task_sampling import Drawn, Gathered
-from envace_jax.train_step import (
-    TrainStepConfig,
-    init_train_state,
-    make_optimizer,
-    make_schedule,
-    make_score_step,
-    make_train_step,
-)
+from envace_jax.train_step import init_train_state
 from envace_jax.types import Params, Role, Task, TrainBatch, TrainState, Trajectory
 from envace_jax.warm_up import warm_up
 
@@ -325,8 +318,7 @@ def build(
     model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
     policy = parts.make_policy(config, model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    optimizer = _optimizer(config)
-    step_config = _step_config(config, chat.vocab_size, sharding.axis_size(mesh, sharding.BATCH_AXES))
+    steps = parts.make_steps(config, policy, chat.vocab_size, mesh, shardings)
     prompts, limits = parts.make_prompts(config, chat), parts.make_limits(config)
     if (judge := getattr(reward, "model", None)) is not None:
         parts.bind_judge(config, judge, chat, mesh)
@@ -338,36 +330,12 @@ def build(
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         rehearsable=fidelity.rehearsable(config, inputs.tasks),
         heldout=inputs.heldout, unseen=inputs.unseen,
-        train_step=make_train_step(policy, optimizer, step_config, mesh, shardings),
-        score_step=make_score_step(policy, step_config, mesh),
+        train_step=steps.train, score_step=steps.score,
         reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
     )  # fmt: skip
-    return setup, players.begin(setup.cast.kind, params, lambda own: init_train_state(own, optimizer, mesh, shardings))
-
-
-def _optimizer(config: RunConfig) -> Any:
-    chosen = config.optimizer
-    schedule = make_schedule(
-        chosen.learning_rate, schedule=chosen.schedule, warmup_steps=chosen.warmup_steps, total_steps=config.steps
+    return setup, players.begin(
+        setup.cast.kind, params, lambda own: init_train_state(own, steps.optimizer, mesh, shardings)
     )
-    return make_optimizer(
-        schedule,
-        weight_decay=chosen.weight_decay,
-        b1=chosen.b1,
-        b2=chosen.b2,
-        eps=chosen.eps,
-        clip_norm=chosen.clip_norm,
-    )
-
-
-def _step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepConfig:
-    grpo = config.grpo
-    return TrainStepConfig(
-        vocab_limit=vocabulary, temperature=config.sampler.temperature,
-        micro_batch_rows=config.batch.micro_batch_rows * shards, logprob_chunk=config.batch.logprob_chunk,
-        old_logprobs=grpo.old_logprobs, loss=grpo.loss, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
-        dual_clip=grpo.dual_clip, kl_coef=grpo.kl_coef, denominator=grpo.denominator, tis_cap=grpo.tis_cap,
-    )  # fmt: skip
 
 
 # --- evaluation, checkpoints, summary ---

@@ -14,7 +14,7 @@ from test_train import run_killed_at, untimed
 from train_helpers import ROOT, tiny_config
 
 from envace_jax import config as configuration
-from envace_jax import players, train
+from envace_jax import parts, players, train
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.grpo import role_advantages
 from envace_jax.inputs import read_inputs
@@ -210,7 +210,7 @@ def test_a_checkpoint_in_process_answers_as_the_external_model(mesh, simulator):
     assert [sampler.compile_count for sampler in samplers] == counts
     other, weights = hf.load(simulator, mesh)
     policy = train.parts.make_policy(setup.config, other, mesh)
-    step_config = train._step_config(setup.config, setup.prompts.chat.vocab_size, 1)
+    step_config = parts.step_config(setup.config, setup.prompts.chat.vocab_size, 1)
     score = train.make_score_step(policy, step_config, mesh)
     assert largest_difference(setup, setup.score_step, before, trajectories, Role.ACT) < 1e-4
     assert largest_difference(setup, score, weights, trajectories, Role.REHEARSE) < 1e-4
