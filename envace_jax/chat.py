@@ -7,6 +7,7 @@ template, so what was sampled stays as it was sampled. Knows nothing of roles, t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ REQUIRED_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT, CALL_OPEN, CALL_CLOS
 # Plain text where the tokenizer has no such token, as in Qwen2.5.
 OPTIONAL_TOKENS = (THINK_OPEN, THINK_CLOSE, RESULT_OPEN, RESULT_CLOSE)
 
+SHORT = 64  # characters of a span whose ids are kept
 MAX_JSON_DEPTH = 64  # of a call's arguments: far from Python's recursion limit, whatever the caller's stack
 
 # Word for word from the chat template that Qwen3 checkpoints ship.
@@ -66,8 +68,7 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a span of text. Lone surrogates, which no tokenizer can take, become U+FFFD."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return list(_short_span(self.tokenizer, text)) if len(text) <= SHORT else _span(self.tokenizer, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included. An unfinished UTF-8 sequence becomes U+FFFD."""
@@ -150,6 +151,17 @@ class Chat:
                 ids.append(self.control_ids[part.text])
                 span = ""
         return ids + self.encode(span) if span else ids
+
+
+def _span(tokenizer: Tokenizer, text: str) -> list[int]:
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_span(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Most spans are what the format puts between messages, over and over."""
+    return tuple(_span(tokenizer, text))
 
 
 def load_tokenizer(path: str | Path) -> Chat:

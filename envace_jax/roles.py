@@ -8,6 +8,7 @@ rewards, and keeps no state.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -175,6 +176,7 @@ def rehearse_question(
     lines = _conversation_lines(messages, flat=prompts.style == "compact")
     least_alike = _least_alike_first(reference, call)
 
+    @functools.cache  # nearly always nothing is left out, and what was measured is what is asked
     def without(lines_dropped: int, examples_dropped: int = 0) -> Question:
         # By place, not by value: the reference may hold the same example twice.
         examples = [reference[place] for place in sorted(least_alike[examples_dropped:])]
