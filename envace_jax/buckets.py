@@ -10,6 +10,9 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+LONG_ROW = 2048  # tokens from which a training row is padded to a multiple of the next
+ROW_BLOCK = 512
+
 
 def pick(size: int, sizes: Sequence[int], what: str = "size") -> int:
     """The smallest bucket that holds `size`. Raises ValueError beyond the largest."""
@@ -51,6 +54,15 @@ class Buckets:
         prefills = sum(len(self.prefill_shapes(length)) for length in self.cache_lengths)
         loads = caches if caches > 1 else 0  # the only length is never left for another
         return prefills + 2 * caches + loads  # decode and fresh state for each length
+
+
+def row_tokens(length: int) -> int:
+    """Tokens of a training row for `batch.row_length`: long rows go to a multiple of `ROW_BLOCK`.
+
+    So the blocks of attention kernels are full, and a mesh's `tensor` axis divides the positions between layers. A
+    function of the setting alone, so that rows hold the same on every platform.
+    """
+    return length if length < LONG_ROW else -(-length // ROW_BLOCK) * ROW_BLOCK
 
 
 def row_shapes(multiple: int, buckets: Sequence[int]) -> tuple[int, ...]:

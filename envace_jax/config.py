@@ -40,7 +40,10 @@ class ModelConfig:
     path: str = ""  # a folder in Hugging Face layout, a hub id, or "asset:NAME" for one shipped in the package
     compute_dtype: Dtype = "bfloat16"  # of activations; softmax, norms, RoPE and logits are float32 always
     param_dtype: Dtype = "float32"  # of the trained parameters and the optimizer state
-    remat: Literal["none", "dots", "full"] = "full"  # what a layer's backward pass recomputes; "dots" is attention only
+    # What a layer's backward pass recomputes; "dots" is attention only, "offload" keeps the layers' inputs on the host.
+    remat: Literal["none", "dots", "full", "offload"] = "full"
+    # The platform's kernel ("auto": where there is one, on TPU and GPU), or plain XLA; see models/kernels.py.
+    attention: Literal["auto", "plain", "kernel"] = "auto"
     unroll: bool | None = None  # layers as a loop in Python instead of a scan; None lets the model's size decide
 
 

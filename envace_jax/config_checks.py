@@ -276,6 +276,11 @@ def _learning(config: RunConfig) -> Iterator[str]:
 def _rows(config: RunConfig) -> Iterator[str]:
     batch, mesh = config.batch, config.mesh
     shards = mesh.data * mesh.fsdp
+    if config.model.attention == "kernel" and batch.layout == "shared":
+        yield (
+            "model.attention: no kernel reads rows of batch.layout=shared; set the layout to packed, or attention to "
+            "auto or plain"
+        )
     if batch.micro_batch_rows > 0 and batch.rows_multiple % batch.micro_batch_rows:
         yield f"batch.micro_batch_rows: {batch.micro_batch_rows} does not divide rows_multiple={batch.rows_multiple}"
     if list(batch.row_buckets) != sorted(set(batch.row_buckets)):

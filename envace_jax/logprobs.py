@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+
+from envace_jax.sharding import moved
 
 
 def token_logprobs(
@@ -22,6 +25,7 @@ def token_logprobs(
     temperature: float = 1.0,
     vocab_limit: int | None = None,
     chunk: int = 1024,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """log softmax(hidden @ head / temperature)[targets], in float32, differentiable in hidden and head.
 
@@ -33,6 +37,7 @@ def token_logprobs(
       vocab_limit: ids at or above it (rows that pad the embedding) have probability 0. None: all V are real.
       chunk: how many of the B * T tokens have their logits in memory at once, all rows and devices together (at
         least one position of every row). Chunks run along T so that rows stay where the mesh put them.
+      mesh: where the arrays lie, if on one: the logits are cut over the vocabulary, as the head is.
 
     Returns:
       f32[B, T].
@@ -45,6 +50,8 @@ def token_logprobs(
         hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
         targets = jnp.pad(targets, ((0, 0), (0, padding)))
     limit = head.shape[1] if vocab_limit is None else vocab_limit
+    if mesh is not None:  # all of the width at once, and not in every chunk
+        head = moved(head, mesh, (None, "vocab"), ("embed", "vocab"))
     return _chunked(hidden, head, targets, float(temperature), limit, width)[:, :time]
 
 

@@ -34,8 +34,9 @@ from envace_jax.types import Params, Policy, TrainBatch, TrainState
 def make_policy(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> Policy:
     chosen = config.model
     return qwen.make_policy(
-        model, mesh=mesh, compute_dtype=chosen.compute_dtype, unroll=chosen.unroll, remat=chosen.remat
-    )
+        model, mesh=mesh, compute_dtype=chosen.compute_dtype, unroll=chosen.unroll, remat=chosen.remat,
+        attention=chosen.attention,
+    )  # fmt: skip
 
 
 def make_sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sampler:

@@ -5,6 +5,7 @@ Knows axis names and sizes only; it knows no model, no batch and no optimizer. N
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "batch": BATCH_AXES,
     "length": None,
+    "sequence": "tensor",  # positions between layers in training: every device keeps its share of them
 }
 
 
@@ -97,6 +99,13 @@ def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any = None) -> Any:
     )
 
 
+def fitted(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """The same layout for another shape of as many dimensions: those that do not divide stay whole."""
+    mesh: Any = sharding.mesh
+    sizes = zip(shape, sharding.spec, strict=False)
+    return NamedSharding(mesh, PartitionSpec(*(None if size % axis_size(mesh, axis) else axis for size, axis in sizes)))
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows (axis 0) over `data` and `fsdp`, everything else whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -113,3 +122,26 @@ def constrain(array: jax.Array, mesh: Mesh | None, *logical_axes: str | None) ->
         return array
     sharding = NamedSharding(mesh, partition_spec(mesh, logical_axes, array.shape))
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def moved(array: jax.Array, mesh: Mesh, there: LogicalAxes, back: LogicalAxes) -> jax.Array:
+    """As `constrain` to the layout `there`; the gradient is asked for in the layout `back`.
+
+    The gradient of a plain constraint has that constraint too: what is gathered going forward would be summed whole on
+    every device going backward, where each needs its share of the sum.
+    """
+    return constrain(array, mesh, *there)
+
+
+def _moved_forward(array: jax.Array, mesh: Mesh, there: LogicalAxes, back: LogicalAxes) -> tuple[jax.Array, None]:
+    return constrain(array, mesh, *there), None
+
+
+def _moved_backward(
+    mesh: Mesh, there: LogicalAxes, back: LogicalAxes, residuals: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    return (constrain(cotangent, mesh, *back),)
+
+
+moved.defvjp(_moved_forward, _moved_backward)

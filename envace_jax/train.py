@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from envace_jax import config as configuration
 from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, users, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
-from envace_jax.buckets import row_shapes
+from envace_jax.buckets import row_shapes, row_tokens
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
@@ -238,7 +238,7 @@ def _batch(
     """The trajectories as training rows on the host, and the statistics of `make_batch`."""
     chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
     batch, stats = make_batch(
-        trajectories, advantages, layout=chosen.layout, row_length=chosen.row_length,
+        trajectories, advantages, layout=chosen.layout, row_length=row_tokens(chosen.row_length),
         rows_multiple=chosen.rows_multiple * shards, row_buckets=row_buckets, pad_id=setup.prompts.chat.pad_id,
         drop_zero_advantage=chosen.drop_zero_advantage,
     )  # fmt: skip

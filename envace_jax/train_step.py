@@ -168,7 +168,9 @@ def init_train_state(
 # --- log-probabilities of a micro-batch ---
 
 
-def batch_logprobs(policy: Policy, config: TrainStepConfig, params: Params, batch: TrainBatch) -> jax.Array:
+def batch_logprobs(
+    policy: Policy, config: TrainStepConfig, params: Params, batch: TrainBatch, mesh: Mesh | None = None
+) -> jax.Array:
     """f32[B, T]: entry t is the log-probability of tokens[:, t] given the tokens before it in its own sequence.
 
     Entries where loss_mask is False mean nothing (at a sequence's start they pair two sequences).
@@ -201,6 +203,7 @@ def _token_loss(
     loss, stats = policy_loss(
         logprobs,
         lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else sampled,
+        mesh=mesh,
         inputs["advantages"],
         mask,
         inputs["role"],
@@ -229,14 +232,19 @@ def _loss(
     shards: int,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, Stats]:
-    """A micro-batch's part of the loss and of the statistics; its rows are spread over `shards` pieces of the mesh."""
+    """A micro-batch's part of the loss and of the statistics; its rows are spread over `shards` pieces of the mesh.
+
+    The gradient is added to `totals` where the policy can (`Policy.adds_gradients`).
+    """
     token_loss = functools.partial(_token_loss, config)
     inputs = {name: getattr(batch, name) for name in ("advantages", "old_logprobs", "role")}
     inputs |= {"ref_logprobs": ref_logprobs}
     if config.loss not in TOKENWISE:
-        logprobs = batch_logprobs(policy, config, params, batch)
+        logprobs = batch_logprobs(policy, config, params, batch, mesh)
         return token_loss(logprobs, batch.loss_mask, inputs, denominators)
-    hidden, _ = policy.apply(params, batch.tokens, batch.positions, batch.sequence_ids, None, batch.last_readers)
+    adding = {} if totals is None else {"totals": totals}
+    rows = batch.tokens, batch.positions, batch.sequence_ids
+    hidden, _ = policy.apply(params, *rows, None, batch.last_readers, **adding)
     # As in batch_logprobs: everything that is known of token t moves to the state at t - 1, which predicts it.
     targets, mask, inputs = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.tokens, batch.loss_mask, inputs))
     return head_loss(
@@ -246,6 +254,7 @@ def _loss(
         mask,
         inputs,
         denominators,
+    totals: Params | None = None,
         token_loss,
         temperature=config.temperature,
         vocab_limit=config.vocab_limit,
@@ -289,16 +298,25 @@ def loss_and_gradient(
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator, role_tokens)
     micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
 
-    def part(one: tuple[TrainBatch, jax.Array | None]) -> tuple[jax.Array, Params, Stats]:
+    def part(one: tuple[TrainBatch, jax.Array | None], totals: Any = None) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
-            return _loss(policy, config, p, one[0], one[1], denominators, shards, mesh)
+            return _loss(policy, config, p, one[0], one[1], denominators, shards, mesh, totals)
 
+    param_shardings: Any = None,
         (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient), stats
+        return loss, placed(jax.tree.map(lambda g: g.astype(jnp.float32), gradient)), stats
+
+    def placed(gradient: Params) -> Params:
+        """Each device has its share of the sum, as it has of the parameters."""
+        if param_shardings is None:
+            return gradient
+        return jax.tree.map(lax.with_sharding_constraint, gradient, param_shardings)
 
     def plus(total: Any, one: Any) -> Any:
-        loss, gradient, stats = part(one)
-        return total[0] + loss, jax.tree.map(jnp.add, total[1], gradient), add_stats(total[2], stats)
+        loss, gradient, stats = part(one, total[1]["layers"] if adds else None)
+        added = {name: gradient[name] for name in gradient if adds and name == "layers"}
+        rest = {name: jax.tree.map(jnp.add, total[1][name], gradient[name]) for name in gradient if name not in added}
+        return total[0] + loss, rest | added, add_stats(total[2], stats)
 
     def add(total: Any, one: Any) -> tuple[Any, None]:
         # Rows that only pad the batch to a compiled shape cost nothing: not even their zeros are added.
@@ -306,6 +324,7 @@ def loss_and_gradient(
 
     first = jax.tree.map(lambda x: x[0], micro)
     # Every statistic is at least 0, so zeros are neutral for the sums and for the maxima.
+    adds = policy.adds_gradients and config.loss in TOKENWISE
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(part, first))
     if micro[0].tokens.shape[0] == 1:
         loss, gradient, stats = part(first)
@@ -334,6 +353,7 @@ def make_train_step(
     `_rehearse`) `tokens`, `advantage`, `advantage_abs` (means over tokens); `logprob_diff` and `logprob_diff_max`
     (|sampler - trainer| over trained tokens); and the loss function's own (`ratio`, `clip_fraction`, `kl`, ...).
     """
+        zeros = zeros[0], placed(zeros[1]), zeros[2]
 
     def advance(gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
         updates, new = optimizer.update(gradient, opt_state, params)
@@ -350,7 +370,9 @@ def make_train_step(
         ref_logprobs: jax.Array | None = None,
         role_tokens: jax.Array | None = None,
     ) -> tuple[TrainState, Stats]:
-        loss, gradient, stats = loss_and_gradient(policy, config, state.params, batch, ref_logprobs, mesh, role_tokens)
+        loss, gradient, stats = loss_and_gradient(
+            policy, config, state.params, batch, ref_logprobs, mesh, role_tokens, param_shardings
+        )
         grad_norm = optax.tree.norm(gradient)
         use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
         # Two choices of what to write rather than one of what was written, and the norm taken between them: so nothing
@@ -382,7 +404,7 @@ def make_score_step(
 
     def score(params: Params, batch: TrainBatch) -> jax.Array:
         def scored(micro: TrainBatch) -> jax.Array:
-            return jnp.where(micro.loss_mask, batch_logprobs(policy, config, params, micro), 0.0)
+            return jnp.where(micro.loss_mask, batch_logprobs(policy, config, params, micro, mesh), 0.0)
 
         def one(micro: TrainBatch) -> jax.Array:
             nothing = jnp.zeros(micro.tokens.shape, jnp.float32)

@@ -193,6 +193,9 @@ class Policy:
     for_decoding: Callable[[Params], Params]
     init_cache: Callable[..., KVCache]
     vocab_size: int  # V, rows of the embedding (at least the tokenizer's length)
+    # Whether `apply` takes `totals`, sums of gradients like params["layers"] in float32: then, without a cache, what
+    # differentiation gives for params["layers"] is the totals plus the gradient, added where the totals lie.
+    adds_gradients: bool = False
 
 
 MessageList = Sequence[Message]

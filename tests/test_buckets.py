@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envace_jax.buckets import Buckets, pick, row_shapes, train_rows
+from envace_jax.buckets import Buckets, pick, row_shapes, row_tokens, train_rows
 
 
 def test_pick_takes_the_smallest_that_holds():
@@ -58,3 +58,8 @@ def test_train_rows_properties(rows, multiple):
 
 def test_train_rows_comes_from_a_short_list():
     assert len({train_rows(n, 1) for n in range(513, 1025)}) == 4
+
+
+def test_long_rows_are_whole_blocks_and_short_ones_stay():
+    lengths = [row_tokens(n) for n in (1, 640, 2047, 2048, 16000, 20000, 20480)]
+    assert lengths == [1, 640, 2047, 2048, 16384, 20480, 20480]

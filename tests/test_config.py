@@ -18,6 +18,7 @@ from envace_jax import batching, config, grpo, inputs, main, players, train, tra
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
+from envace_jax.models import kernels, qwen
 from envace_jax.rewards.checklist import ChecklistReward
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
@@ -268,6 +269,10 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"user__urls": ("http://here/v1",)}, "user.model: empty; a simulated user needs both"),
         ({"user__model": "m"}, "user.urls: empty; a simulated user needs both"),
         ({"user__timeout_s": 0.0}, "user.timeout_s: 0.0 must be greater than 0"),
+        (
+            {"model__attention": "kernel", "batch__layout": "shared"},
+            "model.attention: no kernel reads rows of batch.layout=shared; set the layout to packed, or attention to",
+        ),
     ],
 )
 def test_impossible_settings_are_errors(changes: dict[str, typing.Any], expected: str) -> None:

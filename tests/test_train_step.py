@@ -241,12 +241,13 @@ MESH_CODE = """
     from test_train_step import CONFIG, MODEL, batch_in, compiled_gradient, distance, params
 
     config = dataclasses.replace(CONFIG, old_logprobs="sampler", denominator="role")
-    batch = batch_in("packed")
+    batch = batch_in("segment")
     loss, gradient, expected = compiled_gradient(config)(params(), batch)
     for sizes in SIZES:
         mesh = make_mesh(*sizes)
         shardings = qwen.shardings(MODEL, mesh)
-        policy = qwen.make_policy(MODEL, mesh=mesh, unroll=False)
+        # "full": sums of gradients are added to in place, layer by layer (layer_scan.py).
+        policy = qwen.make_policy(MODEL, mesh=mesh, unroll=False, remat="full")
         rows = jax.device_put(batch, batch_sharding(mesh))
         step = make_train_step(policy, optax.sgd(1.0), config, mesh, shardings)
         placed = jax.device_put(jax.device_get(params()), shardings)
@@ -254,6 +255,7 @@ MESH_CODE = """
         moved = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), params(), state.params)
         assert distance(moved, jax.device_get(gradient)) < 1e-5, sizes
         np.testing.assert_allclose(stats["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(stats["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
         for name, value in expected.items():
             np.testing.assert_allclose(stats[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
         print("same on", sizes)
@@ -289,13 +291,26 @@ PLACEMENT_CODE = """
 
 @pytest.mark.parametrize(
     "sizes",
-    [[(2, 2, 2)], pytest.param([(8, 1, 1), (1, 8, 1), (1, 1, 8)], marks=pytest.mark.slow)],
-    ids=["all axes", "each axis alone"],
+    [[(2, 2, 2)], pytest.param([(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4)], marks=pytest.mark.slow)],
+    ids=["all axes", "others"],
 )
 def test_no_mesh_changes_loss_or_gradient(sizes):
     """Invariant 3, meshes: 8 simulated devices."""
     out = run_python(MESH_CODE.replace("SIZES", repr(sizes)), devices=8, timeout=900)
     assert out.count("same on") == len(sizes)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
+    """Three micro-batches that all train something, so that "full" and "offload" add to sums in place."""
+    policy_of = make_policy(MODEL, unroll=False, remat=remat)
+    assert policy_of.adds_gradients == (remat != "dots")
+    batch = batch_in("segment")
+    assert batch.loss_mask.reshape(3, -1).any(axis=1).all()
+    loss, gradient, _ = compiled_gradient(CONFIG, policy_of)(params(), batch)
+    want = compiled_gradient(CONFIG)(params(), batch)
+    np.testing.assert_allclose(loss, want[0], rtol=1e-5)
+    assert distance(gradient, want[1]) < 1e-5
 
 
 @pytest.mark.slow

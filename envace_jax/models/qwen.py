@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from envace_jax import sharding
-from envace_jax.models import attention, block_attention
+from envace_jax.models import attention, embedding, kernels, layer_scan
 from envace_jax.models.config import QwenConfig, parameter_count
 from envace_jax.types import KVCache, Params, Policy
 
@@ -39,9 +39,22 @@ REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),  # recomputes attention and elementwise work
     "full": jax.checkpoint_policies.nothing_saveable,
+    # As "full"; what is kept lies in the host's memory meanwhile.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 TRANSPOSED_HEAD = "transposed_head"  # [D, V], beside a tied embedding in parameters for decoding
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+Move = Callable[[jax.Array], jax.Array]  # to another layout on the mesh
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 class RMSNorm(nnx.Module):
@@ -143,9 +156,14 @@ class Layer(nnx.Module):
             self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
         self.down = Matrix((ffn, width), ("mlp", "embed"), 1, std, rngs)
 
-    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [B,T,N,H], rotated keys and values [B,T,K,H] of hidden states [B,T,D]."""
-        normed = self.attention_norm(x)
+    def project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, whole: Move = _same
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B,T,N,H], rotated keys and values [B,T,K,H] of hidden states [B,T,D].
+
+        `whole` brings all positions to every device where the hidden states are spread over them.
+        """
+        normed = whole(self.attention_norm(x))
         if self.fused:
             together = self.query_key_value(normed)  # [B, T, K, G + 2, H]
             query = together[..., :-2, :].reshape(*x.shape[:2], -1, together.shape[-1])
@@ -156,16 +174,19 @@ class Layer(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return attention.rotate(query, cos, sin), attention.rotate(key, cos, sin), value
 
-    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """Adds the attention's result [B,T,N,H] and the feed-forward to hidden states [B,T,D]."""
-        x = x + self.out(attended)
-        normed = self.ffn_norm(x)
+    def finish(self, x: jax.Array, attended: jax.Array, whole: Move = _same, spread: Move = _same) -> jax.Array:
+        """Adds the attention's result [B,T,N,H] and the feed-forward to hidden states [B,T,D].
+
+        `spread` is `whole`'s inverse, for what is added to the hidden states.
+        """
+        x = x + spread(self.out(attended))
+        normed = whole(self.ffn_norm(x))
         if self.fused:
             both = self.gate_up(normed)  # [B, T, 2, F]
             gate, up = both[..., 0, :], both[..., 1, :]
         else:
             gate, up = self.gate(normed), self.up(normed)
-        return x + self.down(jax.nn.silu(gate) * up)
+        return x + spread(self.down(jax.nn.silu(gate) * up))
 
 
 class Ends(nnx.Module):
@@ -266,7 +287,9 @@ class _Network:
     mesh: Mesh | None
     dtype: Any
     written_out: bool
-    remat: Callable[..., Any] | None
+    remat: str
+    attend: kernels.Attend
+    layer_axes: dict[str, sharding.LogicalAxes]  # of one layer's parameters, by path
     layer_definition: Any
     fused_definition: Any
     ends_definition: Any
@@ -283,10 +306,13 @@ class _Network:
         sequence_ids: jax.Array,
         cache: KVCache | None = None,
         last_readers: jax.Array | None = None,
+        totals: Params | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
+        if cache is None:
+            return self._without_cache(params, tokens, positions, sequence_ids, last_readers, totals), None
         config, ends = self.config, self._ends(params)
         x = self._rows(jnp.take(ends.embedding[...], tokens, axis=0, mode="clip").astype(self.dtype))
-        if cache is not None and cache.by_position is not None:
+        if cache.by_position is not None:
             cos, sin = attention.looked_up_angles(cache.by_position, positions)
         else:
             cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
@@ -297,37 +323,114 @@ class _Network:
             fused = "gate_up" in inputs[0]
             layer = nnx.merge(self.fused_definition if fused else self.layer_definition, inputs[0])
             query, key, value = layer.project(x, cos, sin)
-            if cache is None:
-                attended, new = block_attention.attend(query, key, value, sequence_ids, last_readers), None
-            elif self.written_out:
+            if self.written_out:
                 attended, new = self._attend_layer(query, key, value, inputs[1], cache.lengths, valid)
             else:
                 read, new = attention.stacked_reader(cache, inputs[1]), (key, value)
                 attended = attention.attend_cached(query, key, value, cache.lengths, cache.k.shape[2], read)
             return self._rows(layer.finish(x, attended)), new
 
-        if self.remat is not None:
-            body = jax.checkpoint(body, policy=self.remat, prevent_cse=self.written_out)
         if not self.written_out:
             # The cache is only read in the loop and written once after it, so that XLA updates it in place.
-            x, new = jax.lax.scan(body, x, (params["layers"], jnp.arange(config.layers)))
-            if cache is not None:
-                keys, values = new
-                cache = attention.write_stacked(cache, keys, values, valid)
-            return ends.norm(x), cache
+            x, (keys, values) = jax.lax.scan(body, x, (params["layers"], jnp.arange(config.layers)))
+            return ends.norm(x), attention.write_stacked(cache, keys, values, valid)
         written = []
-        own = [None] * config.layers if cache is None else list(zip(cache.k, cache.v, strict=True))
-        layers = params["layers"]
-        if not isinstance(layers, tuple):
-            layers = _unstack(layers, config.layers)
-        for layer, cached in zip(layers, own, strict=True):
+        for layer, cached in zip(self._apart(params["layers"]), zip(cache.k, cache.v, strict=True), strict=True):
             x, new = body(x, (layer, cached))
             written.append(new)
-        if cache is not None:
-            keys, values = zip(*written, strict=True)
-            lengths = cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype)
-            cache = KVCache(keys, values, lengths, cache.by_position)
-        return ends.norm(x), cache
+        keys, values = zip(*written, strict=True)
+        lengths = cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype)
+        return ends.norm(x), KVCache(keys, values, lengths, cache.by_position)
+
+    def _without_cache(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        sequence_ids: jax.Array,
+        last_readers: jax.Array | None,
+        totals: Params | None,
+    ) -> jax.Array:
+        """Hidden states [B, T, D] of whole rows."""
+        config, ends = self.config, self._ends(params)
+        x = self._rows(self._embedded(ends.embedding[...], tokens), "sequence")
+        angles = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
+        constants = (*angles, sequence_ids, last_readers)
+        if totals is not None:
+            if not self.adds_gradients:
+                raise ValueError("totals need layers in a scan that keeps only their inputs (remat full or offload)")
+            offload = self.remat == "offload"
+            x = layer_scan.scan_adding(self._layer, offload, x, params["layers"], totals, constants)
+            return self._whole(ends.norm(x))
+
+        def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            return self._layer(x, layer, constants), None
+
+        policy = REMAT[self.remat]
+        if policy is not None:
+            body = jax.checkpoint(body, policy=policy, prevent_cse=self.written_out)
+        if not self.written_out:
+            return self._whole(ends.norm(jax.lax.scan(body, x, params["layers"])[0]))
+        for layer in self._apart(params["layers"]):
+            x, _ = body(x, layer)
+        return self._whole(ends.norm(x))
+
+    def _layer(self, x: jax.Array, weights: Params, constants: Any) -> jax.Array:
+        """One layer over whole rows; between layers their positions are spread over `tensor` where it divides them."""
+        cos, sin, sequence_ids, last_readers = constants
+        if self.remat == "offload":
+            x = checkpoint_name(x, "layer_input")
+        definition = self.fused_definition if "gate_up" in weights else self.layer_definition
+        layer = nnx.merge(definition, self._gathered(weights))
+        query, key, value = layer.project(x, cos, sin, self._whole)
+        attended = self.attend(query, key, value, sequence_ids, last_readers)
+        return self._rows(layer.finish(x, attended, self._whole, self._spread), "sequence")
+
+    def _apart(self, layers: Any) -> Any:
+        return layers if isinstance(layers, tuple) else _unstack(layers, self.config.layers)
+
+    @property
+    def adds_gradients(self) -> bool:
+        return not self.written_out and self.remat in ("full", "offload")
+
+    def _embedded(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding in the compute dtype; on a mesh that cuts the table, without putting it together."""
+        if self.mesh is not None and embedding.cut(self.mesh, table.shape, tokens.shape):
+            return embedding.look_up(self.mesh, table, tokens, self.dtype)
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+
+    def _gathered(self, weights: Params) -> Params:
+        """One layer's parameters as its products read them, whole over `fsdp`: cast first, so that half is sent.
+
+        Their gradients are summed to where the parameters lie, and not on every device.
+        """
+        mesh = self.mesh
+        if mesh is None or mesh.size == 1:
+            return weights
+
+        def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            axes = self.layer_axes.get(jax.tree_util.keystr(path))
+            if axes is None:
+                return leaf
+            if path[-1].key in ("kernel", "bias") and jnp.issubdtype(leaf.dtype, jnp.floating):
+                # Behind a barrier, else XLA casts all layers before the loop and keeps that copy too.
+                leaf = sharding.constrain(jax.lax.optimization_barrier(leaf).astype(self.dtype), mesh, *axes)
+            return sharding.moved(leaf, mesh, tuple(None if name == "embed" else name for name in axes), axes)
+
+        return jax.tree_util.tree_map_with_path(gather, weights)
+
+    def _whole(self, x: jax.Array) -> jax.Array:
+        """All positions of [B, T, D] on every device of `tensor`."""
+        return self._between(x, "sequence", "length")
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        """Each device's own positions, of what the devices of `tensor` hold parts of a sum of."""
+        return self._between(x, "length", "sequence")
+
+    def _between(self, x: jax.Array, here: str, there: str) -> jax.Array:
+        if self.mesh is None or sharding.axis_size(self.mesh, sharding.RULES["sequence"]) == 1:
+            return x
+        return sharding.moved(x, self.mesh, ("batch", there, None), ("batch", here, None))
 
     def _attend_layer(
         self, query: jax.Array, key: jax.Array, value: jax.Array, own: Any, lengths: jax.Array, valid: jax.Array
@@ -382,8 +485,8 @@ class _Network:
         ends = {name: value for name, value in params.items() if name not in ("layers", TRANSPOSED_HEAD)}
         return nnx.merge(self.ends_definition, ends)
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        return sharding.constrain(x, self.mesh, "batch", "length", None)
+    def _rows(self, x: jax.Array, positions: str = "length") -> jax.Array:
+        return sharding.constrain(x, self.mesh, "batch", positions, None)
 
 
 def make_policy(
@@ -393,6 +496,7 @@ def make_policy(
     compute_dtype: str = "float32",
     unroll: bool | None = None,
     remat: str = "none",
+    attention: str = "auto",
 ) -> Policy:
     """The network as pure functions (see `types.Policy`). Raises ValueError for an unknown choice.
 
@@ -400,13 +504,18 @@ def make_policy(
                    angles, softmax and logits are float32 either way.
     unroll         True writes the layers out, False scans them, None writes out up to 8. The cache follows: arrays of
                    its own for each layer, or one stacked array.
-    remat          "none", "dots" (keep projections, recompute attention) or "full" (keep only each layer's input).
+    remat          "none", "dots" (keep projections, recompute attention), "full" (keep only each layer's input) or
+                   "offload" (keep that in the host's memory).
+    attention      over whole rows: "auto", "plain" or "kernel" (`kernels.make_attend`).
     mesh           lays activations and fresh parameters out over (data, fsdp) x tensor.
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype!r}; accepted are {', '.join(COMPUTE_DTYPES)}")
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; accepted are {', '.join(REMAT)}")
+    layer_axes = jax.tree_util.tree_flatten_with_path(
+        logical_axes(config)["layers"], is_leaf=lambda node: isinstance(node, tuple)
+    )[0]
     (layer_definition, _), (ends_definition, _) = _split(config)
     (fused_definition, _), _ = _split(config, fused=True)
     network = _Network(
@@ -414,7 +523,9 @@ def make_policy(
         mesh=mesh,
         dtype=COMPUTE_DTYPES[compute_dtype],
         written_out=config.layers <= UNROLL_UP_TO if unroll is None else unroll,
-        remat=REMAT[remat],
+        remat=remat,
+        attend=kernels.make_attend(attention, mesh),
+        layer_axes={jax.tree_util.keystr(path): axes[1:] for path, axes in layer_axes},
         layer_definition=layer_definition,
         fused_definition=fused_definition,
         ends_definition=ends_definition,
@@ -432,4 +543,5 @@ def make_policy(
         for_decoding=for_decoding,
         init_cache=network.init_cache,
         vocab_size=config.vocab_size,
+        adds_gradients=network.adds_gradients,
     )
