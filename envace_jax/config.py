@@ -204,6 +204,8 @@ class OptimizerConfig:
     b2: float = 0.999
     eps: float = 1e-8
     clip_norm: float = 1.0
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # as AdamW's moments are stored; see moments.py
+    offload: bool = False  # they lie in the host's pinned memory between updates
 
 
 @dataclasses.dataclass(frozen=True)

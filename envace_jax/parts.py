@@ -81,6 +81,8 @@ def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
         b2=chosen.b2,
         eps=chosen.eps,
         clip_norm=chosen.clip_norm,
+        moments_dtype=chosen.moments_dtype,
+        offload=chosen.offload,
     )
 
 

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from envace_jax import moments
 from envace_jax.fused_head import Stats, add_stats, head_loss
 from envace_jax.grpo import (
     DENOMINATORS,
@@ -35,7 +36,7 @@ from envace_jax.grpo import (
 )
 from envace_jax.logprobs import token_logprobs
 from envace_jax.micro_batches import join, split
-from envace_jax.sharding import replicated
+from envace_jax.sharding import fitted, replicated
 from envace_jax.types import Params, Policy, TrainBatch, TrainState
 
 OLD_LOGPROBS = ("trainer", "sampler")
@@ -128,29 +129,46 @@ def make_optimizer(
     b2: float = 0.999,
     eps: float = 1e-8,
     clip_norm: float = 1.0,
+    moments_dtype: str = "float32",
+    offload: bool = False,
 ) -> optax.GradientTransformation:
     """AdamW after clipping the global gradient norm, with the authors' settings (verl's defaults, torch's AdamW).
 
     Weight decay applies to *every* parameter, norm scales and embeddings included: the authors hand all parameters to
-    torch's AdamW in one group, and we follow for parity.
+    torch's AdamW in one group, and we follow for parity. `moments_dtype` and `offload` say how the moments are stored
+    between updates (`moments.Storage`); the second needs a mesh.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
+    clip = optax.clip_by_global_norm(clip_norm)
+    storage = moments.Storage(moments_dtype, offload)
+    if storage == moments.Storage():
+        return optax.chain(clip, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay))
+    whole = optax.chain(
+        clip,
+        moments.adam(storage, b1=b1, b2=b2, eps=eps),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
     )
+    return (moments.Offloaded if offload else moments.Optimizer)(*whole)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh, param_shardings: Any) -> Any:
-    """A `TrainState` of shardings: optimizer moments lie where their parameter does, scalars everywhere."""
-    shapes = jax.eval_shape(optimizer.init, params)
+    """A `TrainState` of shardings: optimizer moments lie where their parameter does, scalars everywhere.
+
+    Moments of an optimizer that is `moments.Offloaded` lie in the host's memory beside the devices.
+    """
     everywhere: Any = replicated(mesh)
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        shapes,
-        param_shardings,
-        transform_non_params=lambda _: everywhere,
-    )
+    places = dict(jax.tree_util.tree_flatten_with_path(param_shardings)[0])
+    offloaded = isinstance(optimizer, moments.Offloaded)
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        # A moment's path ends with its parameter's, but for the name of a part of it.
+        ends = [end for end in (path[i:j] for i in range(len(path)) for j in (len(path), -1)) if end in places]
+        if not ends:
+            return everywhere
+        found = fitted(places[ends[0]], leaf.shape)
+        return found.with_memory_kind("pinned_host") if offloaded else found
+
+    opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
     return TrainState(everywhere, param_shardings, opt_state)
 
 
@@ -185,6 +203,7 @@ def batch_logprobs(
         temperature=config.temperature,
         vocab_limit=config.vocab_limit,
         chunk=config.logprob_chunk,
+        mesh=mesh,
     )
     return jnp.roll(logprobs, 1, axis=1)
 
@@ -203,7 +222,6 @@ def _token_loss(
     loss, stats = policy_loss(
         logprobs,
         lax.stop_gradient(logprobs) if config.old_logprobs == "trainer" else sampled,
-        mesh=mesh,
         inputs["advantages"],
         mask,
         inputs["role"],
@@ -231,6 +249,7 @@ def _loss(
     denominators: Denominators,
     shards: int,
     mesh: Mesh | None,
+    totals: Params | None = None,
 ) -> tuple[jax.Array, Stats]:
     """A micro-batch's part of the loss and of the statistics; its rows are spread over `shards` pieces of the mesh.
 
@@ -254,7 +273,6 @@ def _loss(
         mask,
         inputs,
         denominators,
-    totals: Params | None = None,
         token_loss,
         temperature=config.temperature,
         vocab_limit=config.vocab_limit,
@@ -284,6 +302,7 @@ def loss_and_gradient(
     ref_logprobs: jax.Array | None = None,
     mesh: Mesh | None = None,
     role_tokens: jax.Array | None = None,
+    param_shardings: Any = None,
 ) -> tuple[jax.Array, Params, Stats]:
     """Loss f32[], its gradient (float32, like params) and statistics of a whole batch; to be called inside jit.
 
@@ -297,12 +316,12 @@ def loss_and_gradient(
         role_tokens = count_role_tokens(batch.loss_mask, batch.role)
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator, role_tokens)
     micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
+    adds = policy.adds_gradients and config.loss in TOKENWISE
 
     def part(one: tuple[TrainBatch, jax.Array | None], totals: Any = None) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
             return _loss(policy, config, p, one[0], one[1], denominators, shards, mesh, totals)
 
-    param_shardings: Any = None,
         (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
         return loss, placed(jax.tree.map(lambda g: g.astype(jnp.float32), gradient)), stats
 
@@ -324,11 +343,11 @@ def loss_and_gradient(
 
     first = jax.tree.map(lambda x: x[0], micro)
     # Every statistic is at least 0, so zeros are neutral for the sums and for the maxima.
-    adds = policy.adds_gradients and config.loss in TOKENWISE
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(part, first))
     if micro[0].tokens.shape[0] == 1:
         loss, gradient, stats = part(first)
     else:
+        zeros = zeros[0], placed(zeros[1]), zeros[2]
         (loss, gradient, stats), _ = lax.scan(add, zeros, micro)
     return loss, gradient, stats | _batch_stats(batch, role_tokens)
 
@@ -353,7 +372,6 @@ def make_train_step(
     `_rehearse`) `tokens`, `advantage`, `advantage_abs` (means over tokens); `logprob_diff` and `logprob_diff_max`
     (|sampler - trainer| over trained tokens); and the loss function's own (`ratio`, `clip_fraction`, `kl`, ...).
     """
-        zeros = zeros[0], placed(zeros[1]), zeros[2]
 
     def advance(gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
         updates, new = optimizer.update(gradient, opt_state, params)
@@ -363,6 +381,14 @@ def make_train_step(
     def rest(gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
         shapes, _ = jax.eval_shape(advance, gradient, opt_state, params)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), opt_state
+
+    def select(use: jax.Array, gradient: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
+        """The same without a branch: none may hold what lies in the host's memory, and what goes into one stays alive
+        beside what comes out."""
+        updates, new = optimizer.update(gradient, opt_state, params, use=use)  # type: ignore[call-arg]
+        # The moments themselves are chosen in the update, where they are on the device.
+        chosen = jax.tree.map(lambda n, old: jnp.where(use, n, old) if n.ndim == 0 else n, new, opt_state)
+        return jax.tree.map(lambda update: jnp.where(use, update, 0), updates), chosen
 
     def step(
         state: TrainState,
@@ -377,8 +403,12 @@ def make_train_step(
         use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
         # Two choices of what to write rather than one of what was written, and the norm taken between them: so nothing
         # reads an old array while the new one is written in its place, and XLA copies no part of the donated state.
-        updates, opt_state = lax.cond(use, advance, rest, gradient, state.opt_state, state.params)
-        params = lax.cond(use, optax.apply_updates, lambda params, _: params, state.params, updates)
+        if isinstance(optimizer, moments.Optimizer):
+            updates, opt_state = select(use, gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        else:
+            updates, opt_state = lax.cond(use, advance, rest, gradient, state.opt_state, state.params)
+            params = lax.cond(use, optax.apply_updates, lambda params, _: params, state.params, updates)
         stats |= {
             "loss": loss,
             "grad_norm": grad_norm,

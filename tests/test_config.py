@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from envace_jax import batching, config, grpo, inputs, main, players, train, train_step
+from envace_jax import batching, config, grpo, inputs, main, moments, players, train, train_step
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -290,6 +290,10 @@ def test_choices_are_those_of_the_modules_that_use_them() -> None:
     assert set(typing.get_args(hints["old_logprobs"])) == set(train_step.OLD_LOGPROBS)
     assert set(typing.get_args(typing.get_type_hints(config.OptimizerConfig)["schedule"])) == set(train_step.SCHEDULES)
     assert set(typing.get_args(typing.get_type_hints(config.BatchConfig)["layout"])) == set(batching.LAYOUTS)
+    model, optimizer = (typing.get_type_hints(group) for group in (config.ModelConfig, config.OptimizerConfig))
+    assert set(typing.get_args(model["attention"])) == set(kernels.CHOICES)
+    assert set(typing.get_args(model["remat"])) == set(qwen.REMAT)
+    assert set(typing.get_args(optimizer["moments_dtype"])) == set(moments.MOMENTS_DTYPES)
     assert set(typing.get_args(typing.get_type_hints(config.RolloutConfig)["players"])) == set(players.LEARNERS)
 
 
