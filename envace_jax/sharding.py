@@ -62,7 +62,12 @@ def axis_size(mesh: Mesh, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def partition_spec(mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int] | None = None) -> PartitionSpec:
+def partition_spec(
+    mesh: Mesh,
+    logical_axes: LogicalAxes,
+    shape: Sequence[int] | None = None,
+    rules: Mapping[str, str | tuple[str, ...] | None] = RULES,
+) -> PartitionSpec:
     """The partition of one array. With a `shape`, a dimension that its mesh axis does not divide stays whole.
 
     That is how a model with 8 key/value heads runs on tensor=16: those projections are replicated.
@@ -70,9 +75,9 @@ def partition_spec(mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int] |
     """
     axes: list[str | tuple[str, ...] | None] = []
     for index, name in enumerate(logical_axes):
-        if name is not None and name not in RULES:
-            raise ValueError(f"unknown logical axis {name!r} in {logical_axes}; known are {', '.join(RULES)}")
-        axis = None if name is None else RULES[name]
+        if name is not None and name not in rules:
+            raise ValueError(f"unknown logical axis {name!r} in {logical_axes}; known are {', '.join(rules)}")
+        axis = None if name is None else rules[name]
         if shape is not None and shape[index] % axis_size(mesh, axis):
             axis = None
         axes.append(axis)

@@ -147,6 +147,21 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of B sequences in pages that they may share. Sequence b holds positions 0 .. lengths[b]-1.
+
+    Numbers of pages count within the part that a shard of the sequences has; those below 0 name none.
+    """
+
+    pages: jax.Array  # [L, pages, positions of a page, 2 K, H], keys at even and values at odd heads
+    table: jax.Array  # i32[B, M], the pages of each sequence in order
+    head: jax.Array  # i32[B], holds what the first page that is written keeps: itself, or one to copy from
+    lengths: jax.Array  # i32[B]
+    by_position: Any = None  # as in KVCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainBatch:
     """Packed training rows. Entry t of the per-token fields speaks of *predicting* tokens[:, t]."""
 
@@ -181,17 +196,20 @@ class Policy:
     onwards, and lengths grow by their number.
     `logits(params, hidden) -> f32[..., V]`. `head(params) -> [D, V]` gives the output projection for
     chunked log-probabilities. `init_cache(slots, length, dtype) -> KVCache`.
+    `init_pages(pages, page_size, length, dtype) -> (pages, by_position)` gives what a PagedCache of empty pages and
+    sequences of up to `length` is made of; `apply` takes that as well.
     `for_decoding(params) -> params` gives what the functions above read fastest, with the same results, while the
     parameters stay: cast, fused, a tied head transposed, layers apart. To be made once per update, not to be
     differentiated.
     """
 
     init: Callable[[jax.Array], Params]
-    apply: Callable[..., tuple[jax.Array, KVCache | None]]
+    apply: Callable[..., tuple[jax.Array, Any]]
     logits: Callable[[Params, jax.Array], jax.Array]
     head: Callable[[Params], jax.Array]
     for_decoding: Callable[[Params], Params]
     init_cache: Callable[..., KVCache]
+    init_pages: Callable[..., tuple[jax.Array, Any]]
     vocab_size: int  # V, rows of the embedding (at least the tokenizer's length)
     # Whether `apply` takes `totals`, sums of gradients like params["layers"] in float32: then, without a cache, what
     # differentiation gives for params["layers"] is the totals plus the gradient, added where the totals lie.

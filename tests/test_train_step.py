@@ -185,7 +185,16 @@ def bag_policy() -> Policy:
     def head(parameters):
         return parameters["head"]
 
-    return Policy(init, apply, lambda p, h: h @ head(p), head, lambda p: p, lambda *a, **k: None, VOCAB)
+    return Policy(
+        init,
+        apply,
+        lambda p, h: h @ head(p),
+        head,
+        lambda p: p,
+        lambda *a, **k: None,
+        lambda *a, **k: (None, None),
+        VOCAB,
+    )
 
 
 BAG = bag_policy()

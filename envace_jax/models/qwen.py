@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from envace_jax import sharding
-from envace_jax.models import attention, embedding, kernels, layer_scan
+from envace_jax.models import attention, decode_layout, embedding, kernels, layer_scan, paged_attention
 from envace_jax.models.config import QwenConfig, parameter_count
-from envace_jax.types import KVCache, Params, Policy
+from envace_jax.types import KVCache, PagedCache, Params, Policy
 
 __all__ = [
     "QwenConfig",
@@ -47,7 +47,7 @@ REMAT: dict[str, Callable[..., Any] | None] = {
         offload_dst="pinned_host",
     ),
 }
-TRANSPOSED_HEAD = "transposed_head"  # [D, V], beside a tied embedding in parameters for decoding
+TRANSPOSED_HEAD = decode_layout.TRANSPOSED_HEAD
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 Move = Callable[[jax.Array], jax.Array]  # to another layout on the mesh
@@ -223,53 +223,25 @@ def param_shapes(config: QwenConfig) -> Params:
     return jax.eval_shape(lambda key: _init(config, key), jax.random.key(0))
 
 
-def logical_axes(config: QwenConfig) -> Params:
-    """A tree like the parameters whose leaves are tuples of logical axis names (`sharding.RULES`)."""
+def _names(state: Any) -> Params:
+    """Logical axes of a module's parameters."""
 
     def axes(variable: nnx.Variable) -> tuple[str, ...]:
         return variable.get_metadata("axes")
 
-    def names(state: Any) -> Params:
-        return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
+
+def logical_axes(config: QwenConfig) -> Params:
+    """A tree like the parameters whose leaves are tuples of logical axis names (`sharding.RULES`)."""
     (_, layer), (_, ends) = _split(config)
-    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), names(layer), is_leaf=lambda node: isinstance(node, tuple))
-    return names(ends) | {"layers": stacked}
+    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), _names(layer), is_leaf=lambda node: isinstance(node, tuple))
+    return _names(ends) | {"layers": stacked}
 
 
 def shardings(config: QwenConfig, mesh: Mesh) -> Params:
     """A tree like the parameters of `NamedSharding`; a dimension that its mesh axis does not divide stays whole."""
     return sharding.param_shardings(mesh, logical_axes(config), param_shapes(config))
-
-
-def _cast_matrices(layers: Params, dtype: Any) -> Params:
-    """The layers with their matrices and biases in `dtype`, norm scales as they are.
-
-    Those are what a policy of this compute dtype casts at every use, so it computes the same, bit by bit.
-    """
-
-    def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        return leaf.astype(dtype) if path[-1].key in ("kernel", "bias") else leaf  # the parameters of `Matrix`
-
-    return jax.tree_util.tree_map_with_path(cast, layers)
-
-
-def _fuse(layers: Params, config: QwenConfig) -> Params:
-    """The layers (stacked) in the layout of `Layer(fused=True)`.
-
-    Query heads lie with the key/value head that they share, and gate and up on an axis of their own, so that a mesh
-    cuts the fused matrices where it cuts the separate ones.
-    """
-    rest = {name: value for name, value in layers.items() if name not in ("query", "key", "value", "gate", "up")}
-
-    def grouped(name: str, part: str) -> jax.Array:
-        array = layers[name][part]  # [.., heads, H]
-        return array.reshape(*array.shape[:-2], config.kv_heads, -1, array.shape[-1])
-
-    parts = layers["query"].keys()  # kernel, and bias where there is one
-    fused = {part: jnp.concatenate([grouped(n, part) for n in ("query", "key", "value")], axis=-2) for part in parts}
-    gate_up = jnp.stack([layers["gate"]["kernel"], layers["up"]["kernel"]], axis=-2)
-    return rest | {"query_key_value": fused, "gate_up": {"kernel": gate_up}}
 
 
 def _unstack(layers: Params, count: int) -> list[Params]:
@@ -290,6 +262,7 @@ class _Network:
     remat: str
     attend: kernels.Attend
     layer_axes: dict[str, sharding.LogicalAxes]  # of one layer's parameters, by path
+    kernel: bool  # attention over pages by the TPU's kernel
     layer_definition: Any
     fused_definition: Any
     ends_definition: Any
@@ -304,10 +277,10 @@ class _Network:
         tokens: jax.Array,
         positions: jax.Array,
         sequence_ids: jax.Array,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedCache | None = None,
         last_readers: jax.Array | None = None,
         totals: Params | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, KVCache | PagedCache | None]:
         if cache is None:
             return self._without_cache(params, tokens, positions, sequence_ids, last_readers, totals), None
         config, ends = self.config, self._ends(params)
@@ -317,15 +290,18 @@ class _Network:
         else:
             cos, sin = attention.rotary_angles(positions, config.head_dim, config.rope_theta)
         valid = sequence_ids != 0
+        if isinstance(cache, PagedCache):
+            x, cache = self._over_pages(params["layers"], x, cos, sin, cache, valid)
+            return ends.norm(x), cache
 
         def body(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
             """One layer; `inputs[1]` is its number where the cache is stacked, its own (k, v) where it is not."""
-            fused = "gate_up" in inputs[0]
-            layer = nnx.merge(self.fused_definition if fused else self.layer_definition, inputs[0])
+            layer = self._module(inputs[0])
             query, key, value = layer.project(x, cos, sin)
             if self.written_out:
                 attended, new = self._attend_layer(query, key, value, inputs[1], cache.lengths, valid)
             else:
+                assert isinstance(cache, KVCache)
                 read, new = attention.stacked_reader(cache, inputs[1]), (key, value)
                 attended = attention.attend_cached(query, key, value, cache.lengths, cache.k.shape[2], read)
             return self._rows(layer.finish(x, attended)), new
@@ -380,8 +356,7 @@ class _Network:
         cos, sin, sequence_ids, last_readers = constants
         if self.remat == "offload":
             x = checkpoint_name(x, "layer_input")
-        definition = self.fused_definition if "gate_up" in weights else self.layer_definition
-        layer = nnx.merge(definition, self._gathered(weights))
+        layer = self._module(self._gathered(weights))
         query, key, value = layer.project(x, cos, sin, self._whole)
         attended = self.attend(query, key, value, sequence_ids, last_readers)
         return self._rows(layer.finish(x, attended, self._whole, self._spread), "sequence")
@@ -432,6 +407,34 @@ class _Network:
             return x
         return sharding.moved(x, self.mesh, ("batch", there, None), ("batch", here, None))
 
+    def _module(self, params: Params) -> Layer:
+        """The module of one layer, of the kind that its parameters are."""
+        return nnx.merge(self.fused_definition if "gate_up" in params else self.layer_definition, params)
+
+    def _over_pages(
+        self, layers: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: PagedCache, valid: jax.Array
+    ) -> tuple[jax.Array, PagedCache]:
+        """All layers; each writes its keys and values to the pages before it reads them."""
+
+        def body(carry: tuple[jax.Array, jax.Array], inputs: tuple[Params, Any]) -> tuple[Any, None]:
+            (x, pages), layer = carry, self._module(inputs[0])
+            query, key, value = layer.project(x, cos, sin)
+            attended, pages = paged_attention.attend(
+                query, key, value, inputs[1], dataclasses.replace(cache, pages=pages), valid,
+                mesh=self.mesh, kernel=self.kernel,
+            )  # fmt: skip
+            return (self._rows(layer.finish(x, attended)), pages), None
+
+        carry = (x, cache.pages)
+        if self.written_out:
+            layers = layers if isinstance(layers, tuple) else _unstack(layers, self.config.layers)
+            for number, layer in enumerate(layers):
+                carry, _ = body(carry, (layer, number))
+        else:
+            carry, _ = jax.lax.scan(body, carry, (layers, jnp.arange(self.config.layers, dtype=jnp.int32)))
+        lengths = cache.lengths + valid.sum(axis=1, dtype=cache.lengths.dtype)
+        return carry[0], dataclasses.replace(cache, pages=carry[1], lengths=lengths)
+
     def _attend_layer(
         self, query: jax.Array, key: jax.Array, value: jax.Array, own: Any, lengths: jax.Array, valid: jax.Array
     ) -> tuple[jax.Array, Any]:
@@ -443,10 +446,14 @@ class _Network:
         read = attention.layer_reader(old_keys, old_values)
         return attention.attend_cached(query, key, value, lengths, old_values.shape[2], read), (keys, values)
 
+    def decoding_layers(self, layers: Params) -> Any:
+        """Layers (stacked) as parameters for decoding have them."""
+        fused = decode_layout.fuse(layers, self.config) if decode_layout.fuses(self.mesh) else layers
+        return tuple(_unstack(fused, self.config.layers)) if self.written_out else fused
+
     def decoding_parts(self, layers: Params, embedding: jax.Array) -> Params:
         """What parameters for decoding hold in place of, or beside, the others."""
-        fused = _fuse(_cast_matrices(layers, self.dtype), self.config)
-        made = {"layers": tuple(_unstack(fused, self.config.layers)) if self.written_out else fused}
+        made = {"layers": self.decoding_layers(decode_layout.cast_matrices(layers, self.dtype))}
         return made | ({TRANSPOSED_HEAD: embedding.T} if self.config.tie_embeddings else {})
 
     def head(self, params: Params) -> jax.Array:
@@ -456,7 +463,14 @@ class _Network:
         return ends.embedding[...].T if ends.head is None else ends.head.kernel[...]
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return jnp.matmul(hidden.astype(jnp.float32), self.head(params).astype(jnp.float32))
+        head = self.head(params)
+        if head.dtype == hidden.dtype:  # products of narrow numbers are exact in float32: no need to widen the head
+            out = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        else:
+            out = jnp.matmul(hidden.astype(jnp.float32), head.astype(jnp.float32))
+        if out.ndim != 2 or decode_layout.alone(self.mesh):
+            return out
+        return sharding.constrain(out, self.mesh, "batch", "vocab")
 
     def init_cache(self, slots: int, length: int, dtype: Any = None) -> KVCache:
         config = self.config
@@ -481,12 +495,43 @@ class _Network:
 
         return jax.jit(make)()
 
+    def init_pages(self, pages: int, page_size: int, length: int, dtype: Any = None) -> tuple[jax.Array, Any]:
+        config = self.config
+        shape = (config.layers, pages, page_size, 2 * config.kv_heads, config.head_dim)
+        angles = attention.rotary_angles(jnp.arange(length, dtype=jnp.int32)[None], config.head_dim, config.rope_theta)
+        table = tuple(sharding.constrain(part[0, :, 0], self.mesh, None, None) for part in angles)
+        return jnp.zeros(shape, self.dtype if dtype is None else dtype), table
+
     def _ends(self, params: Params) -> Ends:
         ends = {name: value for name, value in params.items() if name not in ("layers", TRANSPOSED_HEAD)}
         return nnx.merge(self.ends_definition, ends)
 
     def _rows(self, x: jax.Array, positions: str = "length") -> jax.Array:
         return sharding.constrain(x, self.mesh, "batch", positions, None)
+
+
+def _for_decoding(network: _Network) -> Callable[[Params], Params]:
+    config, mesh = network.config, network.mesh
+    if mesh is not None and not decode_layout.alone(mesh):
+        (_, layer), (_, ends) = _split(config, fused=decode_layout.fuses(mesh))
+        count = config.layers if network.written_out else 0
+        layout = decode_layout.Layout(mesh, shardings(config, mesh), _names(ends), _names(layer), count)
+
+        def gathered(params: Params) -> Params:
+            made = layout.gathered(params, config, network.dtype)
+            if network.written_out:
+                made["layers"] = network.decoding_layers(made["layers"])
+            if config.tie_embeddings and decode_layout.fuses(mesh):
+                made[TRANSPOSED_HEAD] = made["embedding"].T  # a TPU multiplies by a transposed matrix as fast
+            return made
+
+        return jax.jit(gathered, out_shardings=layout.places(jax.eval_shape(gathered, param_shapes(config))))
+    parts = jax.jit(network.decoding_parts)  # one function, so that it is compiled once
+
+    def for_decoding(params: Params) -> Params:
+        return params | parts(params["layers"], params["embedding"])
+
+    return for_decoding
 
 
 def make_policy(
@@ -506,7 +551,8 @@ def make_policy(
                    its own for each layer, or one stacked array.
     remat          "none", "dots" (keep projections, recompute attention), "full" (keep only each layer's input) or
                    "offload" (keep that in the host's memory).
-    attention      over whole rows: "auto", "plain" or "kernel" (`kernels.make_attend`).
+    attention      "auto", "plain" or "kernel": over whole rows as in `kernels.make_attend`; over pages all but "plain"
+                   take the kernel where the mesh is of TPUs.
     mesh           lays activations and fresh parameters out over (data, fsdp) x tensor.
     """
     if compute_dtype not in COMPUTE_DTYPES:
@@ -526,22 +572,19 @@ def make_policy(
         remat=remat,
         attend=kernels.make_attend(attention, mesh),
         layer_axes={jax.tree_util.keystr(path): axes[1:] for path, axes in layer_axes},
+        kernel=paged_attention.use_kernel(attention, mesh, config.head_dim),
         layer_definition=layer_definition,
         fused_definition=fused_definition,
         ends_definition=ends_definition,
     )
-    decoding_parts = jax.jit(network.decoding_parts)  # one function, so that it is compiled once
-
-    def for_decoding(params: Params) -> Params:
-        return params | decoding_parts(params["layers"], params["embedding"])
-
     return Policy(
         init=network.init,
         apply=network.apply,
         logits=network.logits,
         head=network.head,
-        for_decoding=for_decoding,
+        for_decoding=_for_decoding(network),
         init_cache=network.init_cache,
+        init_pages=network.init_pages,
         vocab_size=config.vocab_size,
         adds_gradients=network.adds_gradients,
     )
