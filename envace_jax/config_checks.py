@@ -20,13 +20,14 @@ AT_LEAST = {
         "prompts.max_rehearse_prompt limits.assistant_turns limits.user_turns limits.parallel_calls limits.generations "
         "limits.act_context limits.act_response limits.rehearse_response sampler.slots sampler.max_length "
         "sampler.decode_chunk batch.row_length batch.rows_multiple batch.micro_batch_rows batch.logprob_chunk "
+        "sampler.page_size "
         "evaluation.samples fidelity.attempts checkpoint.every checkpoint.keep reward.concurrency reward.max_tokens "
         "external.concurrency external.max_tokens user.concurrency user.max_tokens"
     ),
     0: (
         "seed data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
         "reward.temperature external.retries external.temperature user.retries user.temperature "
-        "sampler.cache_rows sampler.temperature evaluation.temperature grpo.clip_low "
+        "sampler.cache_rows sampler.pages sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
         "optimizer.weight_decay fidelity.calls_per_step evaluation.every evaluation.heldout_tasks "
@@ -288,9 +289,16 @@ def _rows(config: RunConfig) -> Iterator[str]:
     for rows in batch.row_buckets:
         if rows < 1 or (batch.rows_multiple > 0 and rows % batch.rows_multiple):
             yield f"batch.row_buckets: {rows} is not a positive multiple of rows_multiple={batch.rows_multiple}"
-    for key in ("slots", "cache_rows"):
+    for key in ("slots", "cache_rows", "pages"):
         size = getattr(config.sampler, key)
         if shards > 0 and size % shards:
             yield f"sampler.{key}: {size} is not a multiple of mesh.data x mesh.fsdp = {shards}"
     if 0 < config.sampler.cache_rows < config.sampler.slots:
         yield f"sampler.cache_rows: {config.sampler.cache_rows} is below sampler.slots={config.sampler.slots} (or 0)"
+    if config.sampler.pages > 0 and shards > 0 and config.sampler.page_size > 0:
+        needed = -(-config.sampler.max_length // config.sampler.page_size) + 1
+        if config.sampler.pages // shards < needed:
+            yield (
+                f"sampler.pages: {config.sampler.pages} is below {needed * shards}: each of {shards} shards must hold "
+                f"sampler.max_length={config.sampler.max_length} in pages of {config.sampler.page_size}, and one more"
+            )

@@ -15,35 +15,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from envace_jax.draw import draw, draw_with, random_words
+from envace_jax.drawing import (
+    HEADER,
+    NEW,
+    ROW,
+    SLOT,
+    SOURCE,
+    START,
+    Drawing,
+    begin_drawing,
+    draw_steps,
+    fresh_drawing,
+    join,
+    local,
+    reported,
+    split,
+)
 from envace_jax.types import KVCache, Params, Policy
-
-STOP_COLUMNS = 4  # stop ids a row may have; unused columns hold -1
-# Columns of a packed prefill row before its tokens. One integer array per call: one transfer to the device.
-SLOT, ROW, SOURCE, NEW, START, FINAL, BUDGET, KEY, TEMPERATURE, TOP_P, STOP = 0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11
-HEADER = STOP + STOP_COLUMNS
-NOWHERE = -1  # a slot or row of padding: nothing is read from it that counts, nothing is written
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """What each slot draws and has drawn. A slot's last drawn token is in `last` and not yet in its cache."""
-
-    length: jax.Array  # i32[B], tokens in the slot's cache
-    last: jax.Array  # i32[B], the token the next step feeds
-    active: jax.Array  # bool[B], is drawing tokens
-    count: jax.Array  # i32[B], tokens drawn in this segment
-    budget: jax.Array  # i32[B], at most so many
-    keys: jax.Array  # u32[B, 2], the segment's key
-    temperature: jax.Array  # f32[B]
-    top_p: jax.Array  # f32[B]
-    stop_ids: jax.Array  # i32[B, STOP_COLUMNS]
-    tokens: jax.Array  # i32[B, C], drawn since the host last looked
-    logprobs: jax.Array  # f32[B, C]
-    filled: jax.Array  # i32[B], how many of them
 
 
 @jax.tree_util.register_dataclass
@@ -87,77 +76,12 @@ def fresh_state(
 ) -> SamplerState:
     """An empty pool of `rows` rows for `max_length` positions, and empty slots for `length`."""
 
-    def integers(*shape: int) -> jax.Array:
-        return jnp.zeros((slots, *shape), jnp.int32)
-
-    drawing = Drawing(
-        length=integers(),
-        last=integers(),
-        active=jnp.zeros(slots, bool),
-        count=integers(),
-        budget=integers(),
-        keys=jnp.zeros((slots, 2), jnp.uint32),
-        temperature=jnp.ones(slots, jnp.float32),
-        top_p=jnp.ones(slots, jnp.float32),
-        stop_ids=integers(STOP_COLUMNS) - 1,
-        tokens=integers(columns),
-        logprobs=jnp.zeros((slots, columns), jnp.float32),
-        filled=integers(),
-    )
+    drawing = fresh_drawing(slots, columns)
     pool, working = policy.init_cache(rows, max_length, dtype), policy.init_cache(slots, length, dtype)
     return SamplerState((pool.k, pool.v), (working.k, working.v), drawing, pool.by_position)
 
 
-def empty_call(rows: int, length: int) -> np.ndarray:
-    """i32[rows, HEADER + length], a prefill call of padding alone, to be filled in."""
-    packed = np.zeros((rows, HEADER + length), np.int32)
-    packed[:, [SLOT, ROW, SOURCE]] = NOWHERE
-    return packed
-
-
-def pack_row(
-    row: np.ndarray,
-    slot: int,
-    pool_row: int,
-    source: int,
-    tokens: np.ndarray,
-    start: int,
-    final: bool,
-    budget: int,
-    key: np.ndarray,
-    temperature: float,
-    top_p: float,
-    stop_ids: tuple[int, ...],
-) -> None:
-    """Fills one row i32[HEADER + T] of a prefill call; floats and unsigned words travel as their bits."""
-    row[[SLOT, ROW, SOURCE, NEW]] = slot, pool_row, source, len(tokens)
-    row[[START, FINAL, BUDGET]] = start, final, budget
-    row[KEY : KEY + 2] = key.view(np.int32)
-    row[[TEMPERATURE, TOP_P]] = np.array([temperature, top_p], np.float32).view(np.int32)
-    row[STOP : STOP + STOP_COLUMNS] = -1
-    row[STOP : STOP + len(stop_ids)] = stop_ids
-    row[HEADER : HEADER + len(tokens)] = tokens
-
-
-# --- rows and slots by number; with shards, part d of the numbers names only part d of the array ---
-
-
-def _split(array: jax.Array, axis: int, shards: int) -> jax.Array:
-    """[..., N, ...] -> [shards, ..., N / shards, ...]: a view of each device's own part."""
-    shape = array.shape
-    split = array.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
-    return jnp.moveaxis(split, axis, 0)
-
-
-def _join(parts: jax.Array, axis: int) -> jax.Array:
-    parts = jnp.moveaxis(parts, 0, axis)
-    return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
-
-
-def _local(numbers: jax.Array, count: int, shards: int) -> jax.Array:
-    """i32[shards, N / shards], numbers within each part of `count / shards`; NOWHERE lies behind its end."""
-    size = count // shards
-    return jnp.where(numbers < 0, size, numbers % size).reshape(shards, -1)
+# --- rows by number; with shards, part d of the numbers names only part d of the array ---
 
 
 def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int) -> jax.Array:
@@ -165,15 +89,15 @@ def take(array: jax.Array, axes: Axes, rows: jax.Array, length: int, shards: int
     if shards == 1:
         return _take_rows(array, axes, rows, length)
 
-    def one_part(part: jax.Array, numbers: jax.Array) -> jax.Array:
+    def one_part(part: jax.Array, here: jax.Array) -> jax.Array:
         sizes = list(part.shape)
         sizes[axes.rows], sizes[axes.length] = 1, length
         kept = tuple(axis for axis in range(part.ndim) if axis != axes.rows)
         numbering = jax.lax.GatherDimensionNumbers(kept, (axes.rows,), (axes.rows,))
-        return jax.lax.gather(part, numbers[:, None], numbering, tuple(sizes), mode="clip")
+        return jax.lax.gather(part, here[:, None], numbering, tuple(sizes), mode="clip")
 
-    local = _local(rows, array.shape[axes.rows], shards)
-    return _join(jax.vmap(one_part)(_split(array, axes.rows, shards), local), axes.rows)
+    numbers = local(rows, array.shape[axes.rows], shards)
+    return join(jax.vmap(one_part)(split(array, axes.rows, shards), numbers), axes.rows)
 
 
 def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values: jax.Array, shards: int) -> jax.Array:
@@ -181,10 +105,10 @@ def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values
     if shards == 1:
         return _put_rows(array, axes, rows, starts, values.astype(array.dtype))
 
-    def one_part(part: jax.Array, numbers: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
+    def one_part(part: jax.Array, here: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
         kept = tuple(axis for axis in range(part.ndim) if axis != axes.rows)
         numbering = jax.lax.ScatterDimensionNumbers(kept, (axes.rows,), (axes.rows, axes.length))
-        places = jnp.stack([numbers, begin], axis=-1)
+        places = jnp.stack([here, begin], axis=-1)
         return jax.lax.scatter(
             part,
             places,
@@ -194,11 +118,11 @@ def put(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, values
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    local = _local(rows, array.shape[axes.rows], shards)
+    numbers = local(rows, array.shape[axes.rows], shards)
     parts = jax.vmap(one_part)(
-        _split(array, axes.rows, shards), local, starts.reshape(shards, -1), _split(values, axes.rows, shards)
+        split(array, axes.rows, shards), numbers, starts.reshape(shards, -1), split(values, axes.rows, shards)
     )
-    return _join(parts, axes.rows)
+    return join(parts, axes.rows)
 
 
 # A device that holds all rows copies them one by one: each is a run of memory, and the array is changed in its place,
@@ -232,18 +156,6 @@ def _put_rows(array: jax.Array, axes: Axes, rows: jax.Array, starts: jax.Array, 
         return jax.lax.dynamic_update_slice(out, jnp.where(rows[index] < 0, old, new), corner)
 
     return jax.lax.fori_loop(0, rows.shape[0], one, array)
-
-
-def _put_slots(old: jax.Array, slots: jax.Array, new: jax.Array, shards: int) -> jax.Array:
-    """A per-slot array [B, ...] with its slots i32[R] replaced by new [R, ...]."""
-    if shards == 1:
-        return old.at[jnp.where(slots < 0, old.shape[0], slots)].set(new, mode="drop", unique_indices=True)
-    local = _local(slots, old.shape[0], shards)
-
-    def one_part(part: jax.Array, numbers: jax.Array, values: jax.Array) -> jax.Array:
-        return part.at[numbers].set(values, mode="drop", unique_indices=True)
-
-    return _join(jax.vmap(one_part)(_split(old, 0, shards), local, _split(new, 0, shards)), 0)
 
 
 # --- the three programs ---
@@ -293,11 +205,7 @@ def prefill(
     working = jax.tree.map(
         lambda old, at, x: put(old, at, slots, beginning, x, shards), state.working, axes, (cache.k, cache.v)
     )
-    last_hidden = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
-    columns = state.drawing.tokens.shape[1]
-    drawn = _first_draw(policy.logits(params, last_hidden), packed, columns, vocab_limit)
-    final = jnp.where(packed[:, FINAL] > 0, slots, NOWHERE)
-    drawing = jax.tree.map(lambda old, x: _put_slots(old, final, x, shards), state.drawing, drawn)
+    drawing = begin_drawing(policy, vocab_limit, shards, params, state.drawing, hidden, packed, slots, new)
     return SamplerState(pool, working, drawing, state.by_position)
 
 
@@ -328,30 +236,6 @@ def _window(array: jax.Array, axes: Axes, starts: jax.Array, size: int) -> jax.A
     )(array, starts)
 
 
-def _first_draw(logits: jax.Array, packed: jax.Array, columns: int, vocab_limit: int) -> Drawing:
-    """The state of R rows that have just drawn the first token of their segment from logits f32[R, V]."""
-    count = packed.shape[0]
-    keys = jax.lax.bitcast_convert_type(packed[:, KEY : KEY + 2], jnp.uint32)
-    temperature = jax.lax.bitcast_convert_type(packed[:, TEMPERATURE], jnp.float32)
-    top_p = jax.lax.bitcast_convert_type(packed[:, TOP_P], jnp.float32)
-    budget, stop_ids = packed[:, BUDGET], packed[:, STOP : STOP + STOP_COLUMNS]
-    token, logprob = draw(logits, keys, jnp.zeros(count, jnp.int32), temperature, top_p, vocab_limit)
-    return Drawing(
-        length=packed[:, START] + packed[:, NEW],
-        last=token,
-        active=~((token[:, None] == stop_ids).any(-1) | (budget <= 1)),
-        count=jnp.ones(count, jnp.int32),
-        budget=budget,
-        keys=keys,
-        temperature=temperature,
-        top_p=top_p,
-        stop_ids=stop_ids,
-        tokens=jnp.zeros((count, columns), jnp.int32).at[:, 0].set(token),
-        logprobs=jnp.zeros((count, columns), jnp.float32).at[:, 0].set(logprob),
-        filled=jnp.ones(count, jnp.int32),
-    )
-
-
 def decode(
     policy: Policy,
     vocab_limit: int,
@@ -369,63 +253,22 @@ def decode(
     every row) the number of steps taken. Idle slots have sequence id 0: they write nothing.
     """
 
-    def wanted(carry: tuple[jax.Array, Any, Drawing]) -> jax.Array:
-        step, _, now = carry
-        return (step < limits[0]) & (jnp.sum(now.active) > limits[1])
-
-    def one(carry: tuple[jax.Array, Any, Drawing]) -> tuple[jax.Array, Any, Drawing]:
-        step, (k, v), now = carry
-        valid = now.active[:, None].astype(jnp.int32)
-        cache = KVCache(k, v, now.length, state.by_position)
-        hidden, written = policy.apply(params, now.last[:, None], now.length[:, None], valid, cache)
-        assert written is not None
-        logits = policy.logits(params, hidden[:, 0])
-        here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, step, keepdims=False), words)
-        return step + 1, (written.k, written.v), _next_draw(now, logits, here, written.lengths, vocab_limit)
+    def cache(arrays: Any, now: Drawing) -> KVCache:
+        k, v = arrays
+        return KVCache(k, v, now.length, state.by_position)
 
     begun = state.drawing.length
-    # The random words of the whole chunk at once: a Threefry block is a loop of small operations, dear in every step.
-    ahead = state.drawing.count + jnp.arange(state.drawing.tokens.shape[1])[:, None]
-    words = jax.vmap(random_words, in_axes=(None, 0))(state.drawing.keys, ahead)
-    step, working, now = jax.lax.while_loop(wanted, one, (jnp.int32(0), state.working, state.drawing))
+    step, working, now = draw_steps(
+        policy, vocab_limit, params, cache, lambda written: (written.k, written.v), state.working, state.drawing, limits
+    )
     pool = jax.tree.map(
         lambda old, at, new: _write_back(old, at, rows, begun, new, now.tokens.shape[1], shards),
         state.pool,
         axes,
         working,
     )
-    report = jnp.concatenate(
-        [
-            now.tokens,
-            jax.lax.bitcast_convert_type(now.logprobs, jnp.int32),
-            now.filled[:, None],
-            now.active[:, None].astype(jnp.int32),
-            jnp.broadcast_to(step, (now.last.shape[0], 1)),
-        ],
-        axis=1,
-    )
-    drawing = dataclasses.replace(now, filled=jnp.zeros_like(now.filled))
+    drawing, report = reported(now, step)
     return SamplerState(pool, working, drawing, state.by_position), report
-
-
-def _next_draw(
-    now: Drawing, logits: jax.Array, words: tuple[jax.Array, jax.Array], lengths: jax.Array, vocab_limit: int
-) -> Drawing:
-    """The state after every active slot has drawn a token from logits f32[B, V]; words are `random_words`."""
-    token, logprob = draw_with(logits, words, now.temperature, now.top_p, vocab_limit)
-    active, count = now.active, now.count + now.active
-    stopped = (token[:, None] == now.stop_ids).any(-1) | (count >= now.budget)
-    here = (jnp.arange(now.tokens.shape[1]) == now.filled[:, None]) & active[:, None]
-    return dataclasses.replace(
-        now,
-        length=lengths,
-        last=jnp.where(active, token, now.last),
-        active=active & ~stopped,
-        count=count,
-        tokens=jnp.where(here, token[:, None], now.tokens),
-        logprobs=jnp.where(here, logprob[:, None], now.logprobs),
-        filled=now.filled + active,
-    )
 
 
 def _write_back(

@@ -46,6 +46,7 @@ def make_sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sa
         buckets=Buckets(chosen.prefill_lengths, chosen.prefill_rows, chosen.cache_lengths),
         vocab_limit=chat.vocab_size, stop_ids=chat.stop_ids, mesh=mesh, cache_dtype=chosen.cache_dtype,
         decode_chunk=chosen.decode_chunk, cache_rows=chosen.cache_rows or None, refill_share=chosen.refill_share,
+        pages=chosen.pages, page_size=chosen.page_size,
     )  # fmt: skip
 
 

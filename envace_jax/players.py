@@ -10,7 +10,6 @@ Knows parameters, samplers and train states; nothing of tasks, rewards, or how a
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from envace_jax.grpo import ROLES
 from envace_jax.responders import Rehearsed
 from envace_jax.rollout import Player
-from envace_jax.sampling import Sampler, SamplerStats
+from envace_jax.sampling import Sampler
 from envace_jax.types import Params, Role, TrainState, Trajectory
 
 # What a run trains: one train state, or one for each role by its name ("act", "rehearse").
@@ -77,14 +76,11 @@ class Cast:
 
 def twin(sampler: Sampler) -> Sampler:
     """Another, empty sampler with the same settings that shares the compiled programs."""
-    other = copy.copy(sampler)
-    other.stats = SamplerStats()
-    other.reset()
-    return other
+    return sampler.twin()
 
 
 def same_programs(one: Sampler, other: Sampler) -> bool:
-    return one._decode is other._decode
+    return one.programs is other.programs
 
 
 # --- the state's parts ---

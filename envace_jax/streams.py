@@ -74,6 +74,10 @@ class Streams:
                 placements.append(self._copied_or_new(index, prompt))
         return placements
 
+    def begun(self, row: int) -> None:
+        """The row needs its source no longer, but is not prefilled yet."""
+        self._source[row] = row
+
     def prefilled(self, row: int) -> None:
         """The row's prompt is in the pool: what copies from it may follow, and its own source is free again."""
         self._source.pop(row, None)
@@ -87,6 +91,28 @@ class Streams:
         self._last_used[row] = self._clock
         self._in_use[row] = False
         self._free[self._part[row]] += 1
+
+    def forget(self, row: int) -> None:
+        """What the row holds is gone."""
+        self._length[row] = 0
+
+    def again(self, row: int, tokens: np.ndarray) -> Placement:
+        """The row of a slot has lost what it held and is to hold these tokens: what it can take over from others.
+
+        None that is not prefilled itself, so that no two wait for each other. `prefilled` is to be told as after
+        `place`.
+        """
+        self._length[row] = 0
+        source, shared = self._copy_source(row, tokens, waits=False)
+        self._held[row, : len(tokens)] = tokens
+        self._length[row] = len(tokens)
+        self._source[row] = source
+        return Placement(0, row, source, shared)
+
+    def kept(self) -> list[int]:
+        """Rows without a slot, least recently used first."""
+        idle = np.flatnonzero(~self._in_use)
+        return [int(row) for row in idle[np.argsort(self._last_used[idle], kind="stable")]]
 
     def part(self, row: int) -> int:
         return int(self._part[row])
@@ -132,7 +158,7 @@ class Streams:
         self._take(row, source, prompt)
         return Placement(index, row, source, shared)
 
-    def _copy_source(self, row: int, prompt: np.ndarray) -> tuple[int, int]:
+    def _copy_source(self, row: int, prompt: np.ndarray, waits: bool = True) -> tuple[int, int]:
         """The row, in the same part, that shares most with the prompt, and how much."""
         part = self._part[row]
         shared = np.minimum(common_prefix(prompt, self._held, self._length), len(prompt) - 1)
@@ -142,6 +168,8 @@ class Streams:
         usable = (self._part == part) & (
             shared >= np.where(unready, np.maximum(LEAST_SHARED, len(prompt) // 2), LEAST_SHARED)
         )
+        if not waits:
+            usable &= ~unready
         spare = np.count_nonzero(self._idle() & (self._part == part)) - self._free[part]
         if spare < 1:  # an idle row that waits to be copied from could be missing for a coming prompt
             usable &= self._in_use

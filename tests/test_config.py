@@ -227,6 +227,12 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
         ({"batch__row_buckets": (0, 32)}, "batch.row_buckets: 0 is not a positive multiple of rows_multiple=16"),
         ({"batch__row_buckets": (16, 40)}, "batch.row_buckets: 40 is not a positive multiple of rows_multiple=16"),
         ({"sampler__cache_rows": 63}, "sampler.cache_rows: 63 is below sampler.slots=64 (or 0)"),
+        (
+            {"sampler__pages": 8},
+            "sampler.pages: 8 is below 9: each of 1 shards must hold sampler.max_length=512 in pages",
+        ),
+        ({"sampler__pages": 33, "mesh__fsdp": 2}, "sampler.pages: 33 is not a multiple of mesh.data x mesh.fsdp = 2"),
+        ({"sampler__page_size": 0}, "sampler.page_size: 0 is too small; it must be at least 1"),
         ({"sampler__refill_share": 0.0}, "sampler.refill_share: 0.0 must be greater than 0 and at most 1"),
         ({"mesh__fsdp": 3}, "sampler.slots: 64 is not a multiple of mesh.data x mesh.fsdp = 3"),
         ({"sampler__cache_lengths": (256,)}, "sampler.cache_lengths: the last one, 256, is below sampler.max_length"),

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envace_jax import decoding
+from envace_jax import decoding, drawing
 from envace_jax.buckets import Buckets
 from envace_jax.compile_count import CompileCounter
 from envace_jax.draw import draw
@@ -271,9 +271,9 @@ def test_decoding_works_on_the_cache_in_place():
     sampler = make_sampler(max_length=4096, buckets=Buckets((8,), (8,), (1024, 4096)))
 
     def compiled(length: int) -> tuple[int, int, int]:
-        state = jax.eval_shape(lambda: sampler._fresh(length=length))
+        state = jax.eval_shape(lambda: sampler.programs.fresh(length=length))
         rows, limits = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-        memory = sampler._decode.lower(PARAMS, state, rows, limits).compile().memory_analysis()
+        memory = sampler.programs.decode.lower(PARAMS, state, rows, limits).compile().memory_analysis()
         size = sum(leaf.size * 4 for leaf in jax.tree.leaves((state.pool, state.working)))
         return size, memory.temp_size_in_bytes, memory.alias_size_in_bytes
 
@@ -288,13 +288,13 @@ def test_no_call_copies_the_pool(unroll):
     policy = make_policy(CONFIG, unroll=unroll)
     settings = {"slots": 2, "cache_rows": 64, "max_length": 4096, "buckets": Buckets((8,), (2,), (64, 4096))}
     sampler = Sampler(policy, **settings, vocab_limit=LIMIT, stop_ids=STOP)
-    state = jax.eval_shape(lambda: sampler._fresh(length=64))
+    state = jax.eval_shape(lambda: sampler.programs.fresh(length=64))
     integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     params = jax.eval_shape(policy.for_decoding, PARAMS)
     calls = (
-        sampler._decode.lower(params, state, integers((2,)), integers((2,))),
-        sampler._prefill.lower(params, state, integers((2, decoding.HEADER + 8))),
-        sampler._load.lower(dataclasses.replace(state, working=None), integers((2,)), 64),
+        sampler.programs.decode.lower(params, state, integers((2,)), integers((2,))),
+        sampler.programs.prefill.lower(params, state, integers((2, drawing.HEADER + 8))),
+        sampler.programs.load.lower(dataclasses.replace(state, working=None), integers((2,)), 64),
     )
     pool = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.pool))
     for call in calls:
