@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import Mesh
 
 from envace_jax.logprobs import check_chunking, chunk_logits
@@ -46,7 +47,8 @@ def head_loss(
     """`token_loss` of log softmax(hidden @ head / temperature)[targets] where `mask`; has gradients in hidden and head.
 
     Only the trained tokens meet the head: they are brought to the front, and chunks of them are walked up to the last.
-    The gradients are formed in the same walk, and only where they are asked for.
+    The gradients are formed in the same walk, and only where they are asked for: a head that is not differentiated
+    costs no sum of its size.
 
     Args:
       hidden: [B, T, D], any float dtype.
@@ -147,21 +149,20 @@ def _fused(
     return lax.fori_loop(0, steps, body, _zeros_like(part))
 
 
-def _forward(
-    plan: _Plan,
-    hidden: jax.Array,
-    vocabulary: jax.Array,
-    mask: jax.Array,
-    targets: jax.Array,
-    inputs: Any,
-    shared: Any,
-) -> tuple[tuple[jax.Array, Stats], tuple[jax.Array, jax.Array]]:
-    """Loss and statistics, and the gradients of the loss in hidden [G, N, D] and vocabulary [V, D]."""
+def _forward(plan: _Plan, *arguments: Any) -> tuple[tuple[jax.Array, Stats], tuple[jax.Array, jax.Array | None]]:
+    """Loss and statistics, and the gradients of the loss in hidden [G, N, D] and vocabulary [V, D].
+
+    `arguments` are those of `_fused`, each array with whether a gradient in it is asked for.
+    """
+    trained = arguments[1].perturbed
+    hidden, vocabulary, mask, targets, inputs, shared = jax.tree.map(
+        lambda x: x.value, arguments, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
+    )
     steps, take = _compacted(plan, hidden, mask, targets, inputs)
     groups, length, width = hidden.shape
     whole = _whole(plan, vocabulary)
 
-    def part(number: jax.Array, kept: jax.Array, sums: jax.Array) -> Any:
+    def part(number: jax.Array, kept: jax.Array, sums: jax.Array | None) -> Any:
         tokens = take(number)
         logits, normalizers, logprobs = _score(plan, tokens, whole, kept)
         assert logits is not None
@@ -183,22 +184,26 @@ def _forward(
     kept = jnp.zeros((plan.blocks, groups, plan.width, plan.block), jnp.float32)
     kept = constrain(kept, plan.mesh, None, "batch", None, "vocab")
     # A sum for each group, so that devices add theirs up without a word to each other until the end.
-    sums = constrain(jnp.zeros((groups, *vocabulary.shape), jnp.float32), plan.mesh, "batch", "vocab", None)
+    sums = None
+    if trained:
+        sums = constrain(jnp.zeros((groups, *vocabulary.shape), jnp.float32), plan.mesh, "batch", "vocab", None)
     loss, stats = _zeros_like(lambda number: part(number, kept, sums)[:2])
     loss, stats, in_front, _, sums = lax.fori_loop(0, steps, body, (loss, stats, in_front, kept, sums))
 
     place = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
     d_hidden = jnp.where(mask[..., None], _take(in_front, place), 0)
+    if sums is None:
+        return (loss, stats), (d_hidden, None)
     d_vocabulary = constrain(jnp.sum(sums, axis=0), plan.mesh, "vocab", "embed")
     return (loss, stats), (d_hidden, d_vocabulary.astype(vocabulary.dtype))
 
 
-def _backward(plan: _Plan, gradients: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, Any]) -> tuple:
-    d_hidden, d_vocabulary = ((g.astype(jnp.float32) * cotangents[0]).astype(g.dtype) for g in gradients)
-    return d_hidden, d_vocabulary, None, None, None, None
+def _backward(plan: _Plan, gradients: tuple[jax.Array, jax.Array | None], cotangents: tuple[jax.Array, Any]) -> tuple:
+    scaled = jax.tree.map(lambda g: (g.astype(jnp.float32) * cotangents[0]).astype(g.dtype), gradients)
+    return *scaled, None, None, None, None
 
 
-_fused.defvjp(_forward, _backward)
+_fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _compacted(
@@ -270,12 +275,12 @@ def _gradients(
     kept: jax.Array,
     normalizers: jax.Array,
     weight: jax.Array,
-    sums: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    sums: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of the sum of weight f32[G, C] x log-probability: in the states f32[G, C, D], and `sums`
-    f32[G, V, D] with those in the vocabulary added."""
+    f32[G, V, D] with those in the vocabulary added, unless it is None."""
 
-    def body(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(number: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
         d_states, sums = carry
         first, part = _block(plan, vocabulary, number, 0)
         ids, new = _ids(plan, first, number)
@@ -283,6 +288,8 @@ def _gradients(
         target = (ids == tokens.targets[..., None]) & new
         d_logits = weight[..., None] * (target - jnp.exp(logits - normalizers[..., None]))
         d_states += jnp.einsum("gcv,vd->gcd", d_logits, part.astype(jnp.float32))
+        if sums is None:
+            return d_states, None
         d_part = jnp.einsum("gcv,gcd->gvd", d_logits, tokens.hidden.astype(jnp.float32))
         if plan.blocks == 1:
             return d_states, sums + d_part

@@ -77,12 +77,15 @@ def chunk_logits(hidden: jax.Array, head: jax.Array, temperature: float, limit: 
 def _chunked(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, limit: int, width: int
 ) -> jax.Array:
-    return _forward(hidden, head, targets, temperature, limit, width)[0]
+    logprobs, _ = _scored(hidden, head, targets, temperature, limit, width)
+    return logprobs
 
 
-def _forward(
+def _scored(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, limit: int, width: int
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and normalizers f32[B, T]."""
+
     def body(carry: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         picked, log_normalizers = carry
         logits = chunk_logits(lax.dynamic_slice_in_dim(hidden, start, width, 1), head, temperature, limit)
@@ -95,17 +98,25 @@ def _forward(
     zeros = jnp.zeros(targets.shape, jnp.float32)
     starts = jnp.arange(0, targets.shape[1], width)
     (picked, log_normalizers), _ = lax.scan(body, (zeros, zeros), starts)
-    # The normalizers [B, T] are kept so that the backward pass forms the probabilities in one exp().
-    return picked - log_normalizers, (hidden, head, targets, log_normalizers)
+    return picked - log_normalizers, log_normalizers
+
+
+def _forward(hidden: Any, head: Any, targets: Any, temperature: float, limit: int, width: int) -> tuple[jax.Array, Any]:
+    """The arrays come with whether a gradient in them is asked for."""
+    arrays = hidden.value, head.value, targets.value
+    logprobs, log_normalizers = _scored(*arrays, temperature, limit, width)
+    # The normalizers [B, T] are kept so that the backward pass forms the probabilities in one exp(). That the head is
+    # trained is told by the tree's structure, the only thing that passes without becoming an array.
+    return logprobs, (*arrays, log_normalizers, () if head.perturbed else None)
 
 
 def _backward(
     temperature: float, limit: int, width: int, residuals: Any, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    hidden, head, targets, log_normalizers = residuals
+) -> tuple[jax.Array, jax.Array | None, None]:
+    hidden, head, targets, log_normalizers, trained = residuals
     columns = jnp.arange(head.shape[1])
 
-    def body(carry: tuple[jax.Array, jax.Array], start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def body(carry: tuple[jax.Array, Any], start: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
         d_hidden, d_head = carry
         hidden_here, target, normalizer, weight = (
             lax.dynamic_slice_in_dim(x, start, width, 1) for x in (hidden, targets, log_normalizers, cotangent)
@@ -114,12 +125,13 @@ def _backward(
         d_logits = (weight / temperature)[..., None] * ((columns == target[..., None]) - probabilities)
         here = jnp.einsum("btv,dv->btd", d_logits, head.astype(jnp.float32))
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, here.astype(d_hidden.dtype), start, 1)
-        d_head += jnp.einsum("btd,btv->dv", hidden_here.astype(jnp.float32), d_logits)
+        if d_head is not None:
+            d_head += jnp.einsum("btd,btv->dv", hidden_here.astype(jnp.float32), d_logits)
         return (d_hidden, d_head), None
 
-    zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
+    zeros = (jnp.zeros_like(hidden), None if trained is None else jnp.zeros(head.shape, jnp.float32))
     (d_hidden, d_head), _ = lax.scan(body, zeros, jnp.arange(0, targets.shape[1], width))
-    return d_hidden, d_head.astype(head.dtype), None
+    return d_hidden, None if d_head is None else d_head.astype(head.dtype), None
 
 
-_chunked.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, _backward, symbolic_zeros=True)
