@@ -39,12 +39,24 @@ class ConfigError(UserError):
 class ModelConfig:
     path: str = ""  # a folder in Hugging Face layout, a hub id, or "asset:NAME" for one shipped in the package
     compute_dtype: Dtype = "bfloat16"  # of activations; softmax, norms, RoPE and logits are float32 always
-    param_dtype: Dtype = "float32"  # of the trained parameters and the optimizer state
+    param_dtype: Dtype = "float32"  # of parameters and optimizer state; with LoRA of the base, adapters are float32
+    # Of matrices that are not trained (LoRA's base, a frozen player): 8-bit integers, a scale for each output.
+    quantize: Literal["none", "int8"] = "none"
     # What a layer's backward pass recomputes; "dots" is attention only, "offload" keeps the layers' inputs on the host.
     remat: Literal["none", "dots", "full", "offload"] = "full"
     # The platform's kernel ("auto": where there is one, on TPU and GPU), or plain XLA; see models/kernels.py.
     attention: Literal["auto", "plain", "kernel"] = "auto"
     unroll: bool | None = None  # layers as a loop in Python instead of a scan; None lets the model's size decide
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the model's own parameters (docs/lora.md)."""
+
+    rank: int = 0  # 0 trains all parameters
+    alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    path: str = ""  # adapters to start from: a folder or hub id with PEFT's files, of this rank, alpha and targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +268,7 @@ class RunConfig:
     seed: int = 0
     steps: int = 1
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     prompts: PromptConfig = dataclasses.field(default_factory=PromptConfig)

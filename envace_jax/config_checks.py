@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from envace_jax import envs
+from envace_jax.lora import TARGETS
 
 if TYPE_CHECKING:
     from envace_jax.config import EndpointConfig, RunConfig
@@ -25,7 +26,7 @@ AT_LEAST = {
         "external.concurrency external.max_tokens user.concurrency user.max_tokens"
     ),
     0: (
-        "seed data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
+        "seed lora.rank data.seed data.count data.checklist data.longest_prompt data.extra_rollouts reward.retries "
         "reward.temperature external.retries external.temperature user.retries user.temperature "
         "sampler.cache_rows sampler.pages sampler.temperature evaluation.temperature grpo.clip_low "
         "grpo.clip_high "
@@ -36,6 +37,7 @@ AT_LEAST = {
     ),
 }
 POSITIVE = (
+    "lora.alpha",
     "optimizer.eps",
     "optimizer.clip_norm",
     "reward.timeout_s",
@@ -62,6 +64,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _sources(config)
     yield from _models_outside(config)
     yield from _players(config)
+    yield from _frozen(config)
     yield from _user(config)
     yield from _lengths(config)
     yield from _learning(config)
@@ -190,6 +193,20 @@ def _players(config: RunConfig) -> Iterator[str]:
         )
     if simulator and rollout.responder != "external":
         yield f"external.checkpoint: nobody asks it with rollout.responder={rollout.responder}; set that to external"
+
+
+def _frozen(config: RunConfig) -> Iterator[str]:
+    lora = config.lora
+    unknown = [name for name in lora.targets if name not in TARGETS]
+    if unknown or not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        yield f"lora.targets: {list(lora.targets)}; give some of {', '.join(TARGETS)}, each once"
+    if lora.path and lora.rank == 0:
+        yield f"lora.path: {lora.path} is not used with lora.rank=0; set that to the adapters' rank"
+    if config.model.quantize != "none" and lora.rank == 0 and not cast(config)[1]:
+        yield (
+            f"model.quantize: {config.model.quantize} is for parameters that are not trained, and all are; set "
+            "lora.rank, or a frozen player (rollout.players, external.checkpoint), or quantize to none"
+        )
 
 
 def _user(config: RunConfig) -> Iterator[str]:

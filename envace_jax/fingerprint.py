@@ -14,7 +14,13 @@ from pathlib import Path
 from envace_jax.models.hf import INDEX_FILE, TOKENIZER_FILES
 from envace_jax.types import Task
 
-SMALL_FILES = ("config.json", "generation_config.json", INDEX_FILE, *TOKENIZER_FILES)  # hashed whole
+SMALL_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    INDEX_FILE,
+    *TOKENIZER_FILES,
+)  # hashed whole
 BEGINNING = 1 << 20  # bytes; the header of a safetensors file is there
 SAMPLES, SAMPLE = 64, 1 << 12  # pieces of the rest, and bytes in each
 

@@ -19,7 +19,7 @@ from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
 from envace_jax.fidelity import rehearsable
-from envace_jax.models import hf
+from envace_jax.models import hf, peft
 from envace_jax.rewards import Reward, choose
 from envace_jax.task_store import StoredTasks
 from envace_jax.tool_schemas import refusal
@@ -41,11 +41,12 @@ class Inputs:
     frozen: Path | None = None  # the folder of the checkpoint that plays a role and is never trained
     judge: Path | None = None  # the folder of a judge in this process that is not the policy
     environments: tuple[Path, ...] = ()  # files of environments outside the package
+    adapters: Path | None = None  # the folder of the adapters that LoRA starts from
 
     def fingerprints(self) -> dict[str, Any]:
         """What a resumed run must find again, as JSON values; the evaluation's tasks may change."""
         found = {"tasks": fingerprint.of_tasks(self.tasks), "model": fingerprint.of_model(self.folder)}
-        folders = {"frozen": self.frozen, "judge": self.judge}
+        folders = {"frozen": self.frozen, "judge": self.judge, "adapters": self.adapters}
         found |= {name: fingerprint.of_model(folder) for name, folder in folders.items() if folder is not None}
         files = {str(path): fingerprint.of_file(path) for path in self.environments}
         return found | ({"environments": files} if files else {})
@@ -63,11 +64,12 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     _check_user(config, tasks, heldout)
     folder = hf.resolve(configuration.model_path(config.model.path))
     _check_positions(config, folder)
-    frozen = _frozen(config, folder)
+    frozen, adapters = _frozen(config, folder), _adapters(config, folder)
     chat = load_tokenizer(folder)
     kept = _short_enough(config, chat, tasks)
     heldout = _can_be_evaluated(config, chat, heldout)
-    return Inputs(kept, heldout, unseen, folder, chat, frozen, choose.judge_folder(config.reward), environments)
+    judge = choose.judge_folder(config.reward)
+    return Inputs(kept, heldout, unseen, folder, chat, frozen, judge, environments, adapters)
 
 
 def _short_enough(config: RunConfig, chat: Chat, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -117,6 +119,16 @@ def _frozen(config: RunConfig, folder: Path) -> Path | None:
             "checkpoint with the same tokenizer"
         )
     return frozen
+
+
+def _adapters(config: RunConfig, folder: Path) -> Path | None:
+    """The folder of the adapters to start from, if any. Raises ValueError where they are not the configuration's."""
+    lora = parts.make_lora(config)
+    if lora is None or not config.lora.path:
+        return None
+    found = hf.resolve(configuration.model_path(config.lora.path, "lora.path"))
+    peft.check(found, hf.read_config(folder), lora)
+    return found
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:

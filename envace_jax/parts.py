@@ -21,7 +21,8 @@ from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import RunConfig
 from envace_jax.episode import Limits
 from envace_jax.local_model import LocalModel
-from envace_jax.models import hf, qwen
+from envace_jax.lora import A, B, Lora, joined, split
+from envace_jax.models import hf, int8, peft, qwen
 from envace_jax.players import Cast
 from envace_jax.responders import Real, Rehearsed, Responder
 from envace_jax.rewards import choose
@@ -36,7 +37,43 @@ def make_policy(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> Policy
     return qwen.make_policy(
         model, mesh=mesh, compute_dtype=chosen.compute_dtype, unroll=chosen.unroll, remat=chosen.remat,
         attention=chosen.attention,
+        lora=make_lora(config),
     )  # fmt: skip
+
+
+def make_lora(config: RunConfig) -> Lora | None:
+    """What adapters are trained; None where all parameters are."""
+    chosen = config.lora
+    return Lora(chosen.rank, chosen.alpha, chosen.targets) if chosen.rank else None
+
+
+def quantizes(config: RunConfig) -> bool:
+    """Whether matrices that are not trained are int8."""
+    return config.model.quantize == "int8"
+
+
+def make_adapters(config: RunConfig, policy: Policy, model: qwen.QwenConfig, mesh: Mesh, folder: Path | None) -> Params:
+    """The adapters that LoRA starts from: those of PEFT's files in `folder`, or such as leave the model as it is."""
+    lora = make_lora(config)
+    assert lora is not None and policy.init_adapters is not None
+    if folder is not None:
+        return peft.load(folder, model, lora, mesh)
+    return policy.init_adapters(jax.random.key(config.seed))
+
+
+def param_shapes(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> tuple[Params, Params | None]:
+    """(what is trained, the frozen base beside it or None) as `jax.ShapeDtypeStruct` with shardings, for a planner."""
+    lora = make_lora(config)
+    quantized = quantizes(config) and lora is not None
+    dtype = hf.WEIGHT_DTYPES[config.model.param_dtype]
+
+    def placed(path: Any, leaf: jax.ShapeDtypeStruct, place: Any) -> jax.ShapeDtypeStruct:
+        own = leaf.dtype == "int8" or path[-1].key in (int8.SCALE, A, B)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if own else dtype, sharding=place)
+
+    shapes, places = qwen.param_shapes(model, lora, quantized), qwen.shardings(model, mesh, lora, quantized)
+    base, adapters = split(jax.tree_util.tree_map_with_path(placed, shapes, places))
+    return (base, None) if lora is None else (adapters, base)
 
 
 def make_sampler(config: RunConfig, policy: Policy, chat: Any, mesh: Mesh) -> Sampler:
@@ -60,7 +97,7 @@ class Steps:
 
 
 def make_steps(config: RunConfig, policy: Policy, vocabulary: int, mesh: Mesh, shardings: Any) -> Steps:
-    """`vocabulary` is the tokenizer's length, `shardings` where the parameters lie. Nothing is compiled yet."""
+    """`vocabulary` is the tokenizer's length, `shardings` where what is trained lies. Nothing is compiled yet."""
     optimizer = make_optimizer(config)
     chosen = step_config(config, vocabulary, sharding.axis_size(mesh, sharding.BATCH_AXES))
     return Steps(
@@ -98,19 +135,31 @@ def step_config(config: RunConfig, vocabulary: int, shards: int) -> TrainStepCon
 
 
 def make_cast(
-    config: RunConfig, policy: Policy, model: qwen.QwenConfig, chat: Any, mesh: Mesh, frozen: Path | None
+    config: RunConfig,
+    policy: Policy,
+    model: qwen.QwenConfig,
+    chat: Any,
+    mesh: Mesh,
+    frozen: tuple[qwen.QwenConfig, Params] | None,
+    base: Params | None = None,
 ) -> Cast:
-    """Who plays and learns which role; `frozen` is the folder of the checkpoint that plays one and is never trained."""
+    """Who plays and learns which role; `frozen` plays one and is never trained, `base` is what adapters go with."""
     kind, sampler = config_checks.cast(config)[0], make_sampler(config, policy, chat, mesh)
+
+    def for_decoding(trained: Params) -> Params:
+        return policy.for_decoding(trained if base is None else joined(base, trained))
+
     if kind == "shared":
-        return Cast(kind, policy.for_decoding, sampler)
+        return Cast(kind, for_decoding, sampler)
     if frozen is None:
-        return Cast(kind, policy.for_decoding, sampler, players.twin(sampler))
-    other, params = hf.load(frozen, mesh, dtype=config.model.param_dtype)
+        return Cast(kind, for_decoding, sampler, players.twin(sampler))
+    other, params = frozen
     own = policy if other == model else make_policy(config, other, mesh)
-    simulator = players.twin(sampler) if other == model else make_sampler(config, own, chat, mesh)
+    # A frozen int8 model is decoded as it is, one with merged adapters is not: those are different programs.
+    alike = other == model and not quantizes(config)
+    simulator = players.twin(sampler) if alike else make_sampler(config, own, chat, mesh)
     both = (simulator, sampler) if kind == "frozen_act" else (sampler, simulator)
-    return Cast(kind, policy.for_decoding, *both, own.for_decoding(params))
+    return Cast(kind, for_decoding, *both, own.for_decoding(params))
 
 
 def make_responder(config: RunConfig, prompts: Prompts, workdir: Path) -> Responder:

@@ -32,8 +32,9 @@ from envace_jax.envs import tiny
 from envace_jax.episode import Limits
 from envace_jax.grpo import role_advantages
 from envace_jax.inputs import Inputs, read_inputs
+from envace_jax.lora import joined
 from envace_jax.metrics import MetricsWriter, write_json_atomic
-from envace_jax.models import hf, qwen
+from envace_jax.models import hf, peft, qwen
 from envace_jax.players import Cast, State
 from envace_jax.responders import Responder
 from envace_jax.rewards import Reward, choose
@@ -69,6 +70,7 @@ class Setup:
     train_step: Any
     score_step: Any
     reference: Params | None  # parameters of the reference policy, only where the loss has a KL term
+    base: Params | None = None  # with LoRA: the frozen parameters that the state's adapters go with
 
 
 def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
@@ -105,9 +107,22 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
             writer.curves(workdir / workfolder.CURVES_FILE)
             checkpoints.wait()
             for name, roles in setup.cast.learners.items():
-                folder = workdir / (workfolder.MODEL if Role.ACT in roles else workfolder.MODEL_REHEARSE)
-                hf.save(folder, setup.model, players.part(state, name).params, tokenizer_dir=setup.folder)
+                _export(setup, players.part(state, name).params, workdir, Role.ACT in roles)
     return summary
+
+
+def _export(setup: Setup, trained: Params, workdir: Path, acts: bool) -> None:
+    """What a learner came to, for other programs: a model, and with LoRA its adapters too."""
+    folder = workdir / (workfolder.MODEL if acts else workfolder.MODEL_REHEARSE)
+    if setup.base is None:
+        hf.save(folder, setup.model, trained, tokenizer_dir=setup.folder)
+        return
+    config, lora = setup.config, parts.make_lora(setup.config)
+    assert lora is not None  # there is a base
+    path = configuration.model_path(config.model.path)
+    peft.save(workdir / (workfolder.ADAPTER if acts else workfolder.ADAPTER_REHEARSE), setup.model, trained, lora, path)
+    whole = joined(setup.base, trained)
+    hf.save(folder, setup.model, whole, tokenizer_dir=setup.folder, dtype=config.model.param_dtype, lora=lora)
 
 
 def _resume(checkpoints: Checkpoints, state: State) -> tuple[State, dict[str, Any]]:
@@ -251,7 +266,7 @@ def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Met
     counts = jax.device_put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
     with jax.transfer_guard("disallow"):
         reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
-        return setup.train_step(state, device_batch, reference, counts)
+        return setup.train_step(state, device_batch, reference, counts, setup.base)
 
 
 def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None) -> State:
@@ -315,8 +330,11 @@ def build(
     reward = ChecklistReward() if reward is None else reward
     inputs = read_inputs(config, reward) if inputs is None else inputs
     chat = inputs.chat
-    model, params = hf.load(inputs.folder, mesh, dtype=config.model.param_dtype)
-    policy = parts.make_policy(config, model, mesh)
+    adapts = config.lora.rank > 0
+    model, params = hf.load(inputs.folder, mesh, config.model.param_dtype, adapts and parts.quantizes(config))
+    policy, base = parts.make_policy(config, model, mesh), None
+    if adapts:
+        base, params = params, parts.make_adapters(config, policy, model, mesh, inputs.adapters)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     steps = parts.make_steps(config, policy, chat.vocab_size, mesh, shardings)
     prompts, limits = parts.make_prompts(config, chat), parts.make_limits(config)
@@ -324,18 +342,36 @@ def build(
         parts.bind_judge(config, judge, chat, mesh)
     setup = Setup(
         config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
-        cast=parts.make_cast(config, policy, model, chat, mesh, inputs.frozen),
+        cast=parts.make_cast(config, policy, model, chat, mesh, _frozen(config, mesh, inputs, model, base), base),
         responder=parts.make_responder(config, prompts, workdir),
         reward=reward, user=user,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         rehearsable=fidelity.rehearsable(config, inputs.tasks),
         heldout=inputs.heldout, unseen=inputs.unseen,
         train_step=steps.train, score_step=steps.score,
-        reference=jax.tree.map(jnp.copy, params) if config.grpo.kl_coef > 0 else None,
+        reference=_reference(config, params, base), base=base,
     )  # fmt: skip
     return setup, players.begin(
         setup.cast.kind, params, lambda own: init_train_state(own, steps.optimizer, mesh, shardings)
     )
+
+
+def _frozen(
+    config: RunConfig, mesh: Mesh, inputs: Inputs, model: qwen.QwenConfig, base: Params | None
+) -> tuple[qwen.QwenConfig, Params] | None:
+    """The checkpoint that plays a role and is never trained: the adapters' base where it is that."""
+    if inputs.frozen is None:
+        return None
+    if base is not None and inputs.frozen == inputs.folder:
+        return model, base
+    return hf.load(inputs.frozen, mesh, config.model.param_dtype, parts.quantizes(config))
+
+
+def _reference(config: RunConfig, params: Params, base: Params | None) -> Params | None:
+    """The reference policy of the KL term: what training starts from, or the base without adapters, which stays."""
+    if not config.grpo.kl_coef:
+        return None
+    return jax.tree.map(jnp.copy, params) if base is None else base
 
 
 # --- evaluation, checkpoints, summary ---

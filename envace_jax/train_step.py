@@ -35,6 +35,7 @@ from envace_jax.grpo import (
     truncated_weights,
 )
 from envace_jax.logprobs import token_logprobs
+from envace_jax.lora import joined
 from envace_jax.micro_batches import join, split
 from envace_jax.sharding import fitted, replicated
 from envace_jax.types import Params, Policy, TrainBatch, TrainState
@@ -303,10 +304,12 @@ def loss_and_gradient(
     mesh: Mesh | None = None,
     role_tokens: jax.Array | None = None,
     param_shardings: Any = None,
+    base: Params | None = None,
 ) -> tuple[jax.Array, Params, Stats]:
     """Loss f32[], its gradient (float32, like params) and statistics of a whole batch; to be called inside jit.
 
     role_tokens f32[number of roles]: trained tokens of each role, where the rows do not hold them all.
+    base: frozen parameters, to which params are adapters; no gradient in them is formed. None: params are all there is.
 
     Raises ValueError (while tracing) when the rows cannot be cut, or kl_coef > 0 without ref_logprobs f32[B, T].
     """
@@ -316,11 +319,12 @@ def loss_and_gradient(
         role_tokens = count_role_tokens(batch.loss_mask, batch.role)
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator, role_tokens)
     micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
-    adds = policy.adds_gradients and config.loss in TOKENWISE
+    adds = policy.adds_gradients and config.loss in TOKENWISE and base is None
 
     def part(one: tuple[TrainBatch, jax.Array | None], totals: Any = None) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
-            return _loss(policy, config, p, one[0], one[1], denominators, shards, mesh, totals)
+            whole = p if base is None else joined(base, p)
+            return _loss(policy, config, whole, one[0], one[1], denominators, shards, mesh, totals)
 
         (loss, stats), gradient = jax.value_and_grad(of_params, has_aux=True)(params)
         return loss, placed(jax.tree.map(lambda g: g.astype(jnp.float32), gradient)), stats
@@ -359,7 +363,10 @@ def make_train_step(
     mesh: Mesh | None = None,
     param_shardings: Any = None,
 ) -> Callable[..., tuple[TrainState, Stats]]:
-    """A jitted (state, batch, ref_logprobs=None, role_tokens=None) -> (state, stats); the state is donated.
+    """A jitted (state, batch, ref_logprobs=None, role_tokens=None, base=None) -> (state, stats); the state is donated.
+
+    With LoRA the state holds adapters alone, and so do gradient and optimizer; `base` is the frozen rest, which is not
+    donated. `param_shardings` are those of what is trained.
 
     A batch without the tokens whose advantage is 0 needs role_tokens (`batching.role_tokens`), which count them: then
     loss, gradient, and all statistics but the means and maxima over the tokens in the rows are those of the full batch.
@@ -395,9 +402,10 @@ def make_train_step(
         batch: TrainBatch,
         ref_logprobs: jax.Array | None = None,
         role_tokens: jax.Array | None = None,
+        base: Params | None = None,
     ) -> tuple[TrainState, Stats]:
         loss, gradient, stats = loss_and_gradient(
-            policy, config, state.params, batch, ref_logprobs, mesh, role_tokens, param_shardings
+            policy, config, state.params, batch, ref_logprobs, mesh, role_tokens, param_shardings, base
         )
         grad_norm = optax.tree.norm(gradient)
         use = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (stats["tokens"] > 0)
@@ -419,7 +427,7 @@ def make_train_step(
 
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
-    shapes = jax.eval_shape(lambda: policy.init(jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: (policy.init_adapters or policy.init)(jax.random.key(0)))
     shardings = state_shardings(optimizer, shapes, mesh, param_shardings)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
 

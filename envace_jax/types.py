@@ -214,6 +214,8 @@ class Policy:
     # Whether `apply` takes `totals`, sums of gradients like params["layers"] in float32: then, without a cache, what
     # differentiation gives for params["layers"] is the totals plus the gradient, added where the totals lie.
     adds_gradients: bool = False
+    # With LoRA: key -> adapters, which are trained while the other parameters stay (`lora.joined` puts them together).
+    init_adapters: Callable[[jax.Array], Params] | None = None
 
 
 MessageList = Sequence[Message]

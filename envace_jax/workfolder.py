@@ -23,6 +23,9 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"  # the trained policy
 MODEL_REHEARSE = "model_rehearse"  # what plays REHEARSE where that is trained apart
+ADAPTER, ADAPTER_REHEARSE = "adapter", "adapter_rehearse"  # the same as PEFT's files, with LoRA
+EXPORTS = {MODEL: "config.json", MODEL_REHEARSE: "config.json"}  # and a file by which each is known
+EXPORTS |= {ADAPTER: "adapter_config.json", ADAPTER_REHEARSE: "adapter_config.json"}
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
 OUR_GROUPS = ("model", "data", "sampler", "checkpoint")  # by which a run's config.json is known from a model's
@@ -91,6 +94,7 @@ def check_continued(
     read = {
         "frozen": config_checks.cast(config)[1:],
         "judge": ("reward.checkpoint", config.reward.checkpoint),
+        "adapters": ("lora.path", config.lora.path),
         "environments": ("data.environments", ", ".join(config.data.environments)),
     }
     for name, (setting, path) in read.items():
@@ -138,9 +142,10 @@ def _other_settings(workdir: Path, different: list[str]) -> ConfigError:
 
 def _check_base(workdir: Path, config: RunConfig) -> None:
     """Raises ConfigError where the run would write over the model that it starts from."""
-    for setting, path in (("model.path", config.model.path), config_checks.cast(config)[1:]):
+    read = (("model.path", config.model.path), ("lora.path", config.lora.path), config_checks.cast(config)[1:])
+    for setting, path in read:
         base = Path(configuration.model_path(path, setting)).resolve()
-        targets = [(workdir / name).resolve() for name in (MODEL, MODEL_REHEARSE)]
+        targets = [(workdir / name).resolve() for name in EXPORTS]
         if path and (base == workdir.resolve() or any(target in (base, *base.parents) for target in targets)):
             raise ConfigError(f"{setting}: {path} lies where this run writes its own; choose another --workdir")
 
@@ -171,9 +176,10 @@ def _check_places(workdir: Path, continued: bool) -> None:
     for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
         if (workdir / name).is_file():
             raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
-    for target in (workdir / MODEL, workdir / MODEL_REHEARSE):
+    for name, file in EXPORTS.items():
+        target = workdir / name
         # The summary is written before the models, so a model without one is somebody else's.
-        ours = continued and (workdir / SUMMARY_FILE).is_file() and (target / "config.json").is_file()
+        ours = continued and (workdir / SUMMARY_FILE).is_file() and (target / file).is_file()
         empty = target.is_dir() and not any(target.iterdir())
         if target.exists() and not empty and not ours:
             raise ConfigError(f"{target}: not a model that this run wrote; move it away or choose another --workdir")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from envace_jax import batching, config, grpo, inputs, main, moments, players, train, train_step
+from envace_jax import batching, config, grpo, inputs, lora, main, moments, players, train, train_step
 from envace_jax.config import ConfigError, RunConfig, default_config_dict, differing_keys, from_config_dict, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -159,6 +159,23 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
     ("changes", "expected"),
     [
         ({"sampler__slots": 0}, "sampler.slots: 0 is too small; it must be at least 1"),
+        ({"lora__rank": -1}, "lora.rank: -1 is too small; it must be at least 0"),
+        ({"lora__rank": 8, "lora__alpha": 0.0}, "lora.alpha: 0.0 must be greater than 0"),
+        (
+            {"lora__rank": 8, "lora__targets": ("q_proj", "lm_head")},
+            "lora.targets: ['q_proj', 'lm_head']; give some of",
+        ),
+        ({"lora__rank": 8, "lora__targets": ()}, "lora.targets: []; give some of q_proj, k_proj, v_proj, o_proj"),
+        ({"lora__rank": 8, "lora__targets": ("up_proj", "up_proj")}, "lora.targets: ['up_proj', 'up_proj']; give some"),
+        ({"lora__path": "there"}, "lora.path: there is not used with lora.rank=0; set that to the adapters' rank"),
+        (
+            {"model__quantize": "int8"},
+            "model.quantize: int8 is for parameters that are not trained, and all are; set lora.rank, or a frozen",
+        ),
+        (
+            {"model__quantize": "int8", "rollout__players": "separate"},
+            "model.quantize: int8 is for parameters that are not trained, and all are",
+        ),
         ({"batch__row_length": 511}, "batch.row_length: 511 is below the longest possible sequence, 512 tokens"),
         ({"limits__act_context": 513}, "sampler.max_length: 512 is below limits.act_context=513"),
         ({"limits__rehearse_response": 97}, "prompts.max_rehearse_prompt + limits.rehearse_response = 416 + 97"),
@@ -301,6 +318,14 @@ def test_choices_are_those_of_the_modules_that_use_them() -> None:
     assert set(typing.get_args(model["remat"])) == set(qwen.REMAT)
     assert set(typing.get_args(optimizer["moments_dtype"])) == set(moments.MOMENTS_DTYPES)
     assert set(typing.get_args(typing.get_type_hints(config.RolloutConfig)["players"])) == set(players.LEARNERS)
+    assert config.LoraConfig().targets == tuple(lora.TARGETS)
+
+
+def test_what_is_never_trained_may_be_int8() -> None:
+    for changes in ({"lora.rank": 8}, {"rollout.players": "frozen_act"}):
+        values = load("tiny")
+        values.update_from_flattened_dict({"model.quantize": "int8", **changes})
+        assert from_config_dict(values).model.quantize == "int8"
 
 
 def test_asset_paths() -> None:

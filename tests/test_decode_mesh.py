@@ -91,11 +91,19 @@ HLO_CODE = """
     mesh = make_mesh(1, 4, 2)
     policy = t.make_policy(t.CONFIG, mesh=mesh, compute_dtype="bfloat16", unroll=UNROLL)
     masters = t.masters(mesh)
-    lowered = policy.for_decoding.lower(masters)
-    t.check_for_decoding(lowered, policy.for_decoding.eval_shape(masters), mesh)
-    t.check_steps(policy, policy.for_decoding.eval_shape(masters), mesh, PAGES)
+    compiled, params = t.for_decoding(policy, masters)
+    t.check_for_decoding(compiled, params, mesh)
+    t.check_steps(policy, params, mesh, PAGES)
     print("as it should be")
 """
+
+
+def for_decoding(policy, masters):
+    """The compiled step from parameters of training to those of decoding, and the latter's shapes and places."""
+    compiled = jax.jit(policy.for_decoding).lower(masters).compile()
+    made = jax.eval_shape(policy.for_decoding, masters)
+    places = compiled.output_shardings
+    return compiled, jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), made, places)
 
 
 def masters(mesh):
@@ -118,9 +126,9 @@ def gathered_wide(text):
     return found
 
 
-def check_for_decoding(lowered, shapes, mesh):
+def check_for_decoding(compiled, shapes, mesh):
     """What goes in is cut over fsdp and float32; matrices are sent as bfloat16 and end cut over tensor alone."""
-    text = lowered.compile().as_text()
+    text = compiled.as_text()
     assert 0 < max(gathered_wide(text)) <= CONFIG.layers * CONFIG.width  # norm scales
     sent = sum(numbers for kind, _, numbers in collectives(text, "all-gather"))
     matrices = sum(x.size // mesh.shape["tensor"] for x in jax.tree.leaves(shapes) if x.dtype == jnp.bfloat16)

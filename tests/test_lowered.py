@@ -91,7 +91,7 @@ TPU_CODE = """
     from envace_jax.models.qwen import QwenConfig, make_policy, param_shapes, shardings
     from envace_jax.sampling import Sampler
     from envace_jax.sharding import make_mesh
-    from test_decode_mesh import collectives
+    from test_decode_mesh import collectives, for_decoding
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     mesh = make_mesh(1, 2, 4, devices=topology.devices)
@@ -101,10 +101,9 @@ TPU_CODE = """
     masters = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), param_shapes(config), places
     )
-    compiled = policy.for_decoding.lower(masters).compile()
+    compiled, params = for_decoding(policy, masters)
     sent = collectives(compiled.as_text(), "all-gather")
     assert sent and max(numbers for _, dtype, numbers in sent if dtype == "f32") <= config.width, sent
-    params = policy.for_decoding.eval_shape(masters)
     sampler = Sampler(
         policy, slots=8, max_length=20000, buckets=Buckets((512,), (1,), (20000,)), vocab_limit=2000, stop_ids=(1,),
         mesh=mesh, cache_dtype=jnp.bfloat16, pages=2048, page_size=64,

@@ -8,6 +8,7 @@ Knows the names of a layer's parameters and their logical axes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from envace_jax import sharding
+from envace_jax.models import int8
 from envace_jax.models.config import QwenConfig
 from envace_jax.types import Params
 
@@ -30,7 +32,8 @@ def cast_matrices(layers: Params, dtype: Any) -> Params:
     """
 
     def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        return leaf.astype(dtype) if path[-1].key in ("kernel", "bias") else leaf  # the parameters of `Matrix`
+        matrix = path[-1].key in ("kernel", "bias") and leaf.dtype != jnp.int8  # the parameters of `Matrix`
+        return leaf.astype(dtype) if matrix else leaf
 
     return jax.tree_util.tree_map_with_path(cast, layers)
 
@@ -47,10 +50,10 @@ def fuse(layers: Params, config: QwenConfig) -> Params:
         array = layers[name][part]  # [.., heads, H]
         return array.reshape(*array.shape[:-2], config.kv_heads, -1, array.shape[-1])
 
-    parts = layers["query"].keys()  # kernel, and bias where there is one
+    parts = layers["query"].keys()  # kernel, and bias or scale where there is one
     fused = {part: jnp.concatenate([grouped(n, part) for n in ("query", "key", "value")], axis=-2) for part in parts}
-    gate_up = jnp.stack([layers["gate"]["kernel"], layers["up"]["kernel"]], axis=-2)
-    return rest | {"query_key_value": fused, "gate_up": {"kernel": gate_up}}
+    gate_up = {part: jnp.stack([layers[n][part] for n in ("gate", "up")], axis=-2) for part in layers["gate"]}
+    return rest | {"query_key_value": fused, "gate_up": gate_up}
 
 
 def alone(mesh: Mesh | None) -> bool:
@@ -97,17 +100,23 @@ class Layout:
     layer: Any  # those of one layer for decoding
     apart: int  # layers, where each has a tree of its own; 0 where they are stacked
 
-    def gathered(self, params: Params, config: QwenConfig, dtype: Any) -> Params:
-        """The parameters cast and, if they are stacked, their layers fused, to be laid out by `places`."""
+    def gathered(
+        self, params: Params, config: QwenConfig, dtype: Any, merged: Callable[[Params], Params] = lambda layer: layer
+    ) -> Params:
+        """The parameters cast and, if they are stacked, their layers fused, to be laid out by `places`.
+
+        `merged` comes first, for a layer at a time: what a layer of this layout is made of.
+        """
         ends = {name: value for name, value in params.items() if name != "layers"}
         cast = _cast_in_place(ends, dtype, {name: self.training[name] for name in ends})
         made = _padded_ends(cast, self.mesh)
         if self.apart:
-            return made | {"layers": _cast_in_place(params["layers"], dtype, self.training["layers"])}
+            layers = jax.lax.map(merged, params["layers"])
+            return made | {"layers": _cast_in_place(layers, dtype, self.training["layers"])}
         one = jax.tree.map(lambda at: NamedSharding(self.mesh, PartitionSpec(*at.spec[1:])), self.training["layers"])
 
         def gather(_: None, layer: Params) -> tuple[None, Params]:
-            cast = _cast_in_place(layer, dtype, one)
+            cast = _cast_in_place(merged(layer), dtype, one)
             made = fuse(cast, config) if fuses(self.mesh) else cast
             return None, jax.lax.with_sharding_constraint(made, self._places(self.layer, made))
 
@@ -131,11 +140,11 @@ class Layout:
 def _cast_in_place(params: Any, dtype: Any, layout: Any) -> Any:
     """Weights in `dtype` in the layout they have, so that what is sent afterwards is of that size.
 
-    Vectors stay: norm scales, which are read in float32.
+    Scales stay in float32, and int8 matrices as they are.
     """
 
     def cast(path: tuple[Any, ...], leaf: jax.Array, place: NamedSharding) -> jax.Array:
-        if path[-1].key == "scale":
+        if path[-1].key in ("scale", int8.SCALE) or leaf.dtype == jnp.int8:
             return leaf
         # The barrier keeps XLA from gathering first and casting then.
         return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(leaf.astype(dtype), place))

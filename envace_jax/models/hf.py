@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from envace_jax.models import qwen, safetensors_io
+from envace_jax import lora as adapters
+from envace_jax.lora import Lora
+from envace_jax.models import int8, qwen, safetensors_io
 from envace_jax.models.config import QwenConfig
 from envace_jax.models.names import Tensor, canonical_name, tensors
 from envace_jax.models.safetensors_io import TensorFile
@@ -65,11 +67,15 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def load(
-    path: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str | None = "float32"
+    path: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    dtype: str | None = "float32",
+    quantize: bool = False,
 ) -> tuple[QwenConfig, Params]:
     """Reads a Hugging Face folder, or a hub id, onto the mesh (or the default device).
 
-    dtype  "float32", "bfloat16", or None to keep each tensor as stored.
+    dtype     "float32", "bfloat16", or None to keep each tensor as stored.
+    quantize  makes int8 of the layers' matrices, one stacked parameter after another (`int8.quantized`).
     Raises FileNotFoundError or ValueError with one line that names the file and the tensor.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -78,20 +84,45 @@ def load(
     config = read_config(folder)
     wanted = tensors(config)
     sources = _match(folder, config, wanted, _open(folder))
+    layout = None if mesh is None else qwen.shardings(config, mesh, quantized=quantize)
+    finish = _quantize if quantize else None
+    return config, assemble(wanted, sources, None if dtype is None else WEIGHT_DTYPES[dtype], layout, finish)
+
+
+def assemble(
+    wanted: list[Tensor],
+    sources: Mapping[str, tuple[TensorFile, str]],
+    dtype: np.dtype | None,
+    layout: Any = None,
+    finish: Callable[[Tensor, dict[str, Any], Any], None] | None = None,
+) -> Params:
+    """The tree of the wanted tensors from their (file, name in the file), each where `layout`, a tree, places it.
+
+    `finish` is told of each parameter as it is read: one of its tensors, its node in the tree, and the node's places.
+    """
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in wanted:
         groups.setdefault(tensor.path, []).append(tensor)
-    layout = None if mesh is None else qwen.shardings(config, mesh)
     params: dict[str, Any] = {}
     for keys, members in groups.items():
-        node, place = params, layout
+        node, places = params, layout
         for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        if place is not None:
-            for key in keys:
-                place = place[key]
-        node[keys[-1]] = _assemble(members, sources, None if dtype is None else WEIGHT_DTYPES[dtype], place)
-    return config, params
+            node, places = node.setdefault(key, {}), None if places is None else places[key]
+        node[keys[-1]] = _assemble(members, sources, dtype, None if places is None else places[keys[-1]])
+        if finish is not None:
+            finish(members[0], node, places)
+    return params
+
+
+def _quantize(tensor: Tensor, node: dict[str, Any], places: Any) -> None:
+    """Replaces a layers' kernel that was just read by integers and their scale."""
+    if tensor.layer is None or tensor.inputs is None:
+        return
+    names = (tensor.path[-1], int8.SCALE)
+    out = None if places is None else tuple(places[name] for name in names)
+    node |= dict(zip(names, jax.jit(int8.quantized, static_argnums=(1, 2), out_shardings=out)(
+        node.pop(names[0]), tensor.inputs, True
+    ), strict=True))  # fmt: skip
 
 
 def read_config(folder: Path) -> QwenConfig:
@@ -241,8 +272,11 @@ def save(
     tokenizer_dir: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 4 << 30,
+    lora: Lora | None = None,
 ) -> None:
     """Writes a folder that transformers, vLLM and SGLang load: config, generation config, weights, tokenizer files.
+
+    Adapters of `lora` among the parameters are merged and int8 matrices dequantised, in float32 and one at a time.
 
     dtype  "float32" or "bfloat16"; None keeps that of the parameters. Weights beyond `max_shard_bytes` are split into
     files with an index. Everything is written to a sibling folder and moved into place at the end; a model folder that
@@ -260,16 +294,25 @@ def save(
         raise FileNotFoundError(f"{source / 'tokenizer.json'}: missing; tokenizer_dir must hold tokenizer.json")
     if jax.process_index() != 0:
         for tensor in wanted:  # every process takes part in gathering
-            _gather(params, tensor)
+            gather(params, tensor, lora)
         return
+
+    def write(partial: Path) -> None:
+        _write_weights(partial, params, shards, out_dtype, lora)
+        _write_small_files(partial, config, out_dtype, source)
+
+    replace_folder(target, write)
+
+
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Makes `target` the folder that `write` fills, all at once; what stood there stays if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _tidy_after_a_kill(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        _write_weights(partial, params, shards, out_dtype)
-        _write_small_files(partial, config, out_dtype, source)
+        write(partial)
         _move_into_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -302,19 +345,33 @@ def _shards(wanted: list[Tensor], dtype: np.dtype, max_shard_bytes: int) -> dict
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def _gather(params: Params, tensor: Tensor) -> np.ndarray:
-    """The tensor as our array on the host; from several processes a collective."""
-    leaf = params
-    for key in tensor.path:
-        if not isinstance(leaf, Mapping) or key not in leaf:
-            raise ValueError(f"parameters lack {'/'.join(tensor.path)}, which {tensor.name} is written from")
-        leaf = leaf[key]
+def gather(params: Params, tensor: Tensor, lora: Lora | None = None) -> np.ndarray:
+    """The tensor as our array on the host, as a plain matrix; from several processes a collective."""
+    node: Any = params
+    for key in tensor.path[:-1]:
+        node = node.get(key, {}) if isinstance(node, Mapping) else {}
+    name = tensor.path[-1]
+    if not isinstance(node, Mapping) or name not in node:
+        raise ValueError(f"parameters lack {'/'.join(tensor.path)}, which {tensor.name} is written from")
+    array = _on_host(node[name], tensor.layer)
+    beside = [other for other in (int8.SCALE, adapters.A, adapters.B) if other in node and name == "kernel"]
+    if beside:
+        if adapters.A in beside and lora is None:
+            raise ValueError(f"parameters have an adapter at {'/'.join(tensor.path[:-1])}; give its lora to merge it")
+        matrix = {name: array} | {other: _on_host(node[other], tensor.layer) for other in beside}
+        array = adapters.merged(matrix, 0.0 if lora is None else lora.scale)["kernel"]
+    if tuple(array.shape) != tensor.ours:
+        raise ValueError(
+            f"parameter {'/'.join(tensor.path)} has shape {array.shape}; the config asks for {tensor.ours}"
+        )
+    return array
+
+
+def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]:
         leaf = np.asarray(leaf)  # the same memory; slicing it compiles nothing
-    if tensor.layer is not None:
-        leaf = leaf[tensor.layer]
-    if tuple(leaf.shape) != tensor.ours:
-        raise ValueError(f"parameter {'/'.join(tensor.path)} has shape {leaf.shape}; the config asks for {tensor.ours}")
+    if layer is not None:
+        leaf = leaf[layer]
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         from jax.experimental import multihost_utils
 
@@ -322,10 +379,12 @@ def _gather(params: Params, tensor: Tensor) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def _write_weights(folder: Path, params: Params, shards: Mapping[str, list[Tensor]], dtype: np.dtype) -> None:
+def _write_weights(
+    folder: Path, params: Params, shards: Mapping[str, list[Tensor]], dtype: np.dtype, lora: Lora | None
+) -> None:
     def in_order(members: list[Tensor]) -> Iterator[np.ndarray]:
         for tensor in members:
-            yield tensor.to_file(_gather(params, tensor).astype(dtype, copy=False))
+            yield tensor.to_file(gather(params, tensor, lora).astype(dtype, copy=False))
 
     for name, members in shards.items():
         plan = [(tensor.name, tensor.shape) for tensor in members]

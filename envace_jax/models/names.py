@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from envace_jax import lora as adapters
+from envace_jax.lora import Lora
 from envace_jax.models import qwen
 from envace_jax.models.config import QwenConfig
 
@@ -110,6 +112,19 @@ def tensors(config: QwenConfig) -> list[Tensor]:
         found += [make(f"model.layers.{layer}.{name}", ("layers", *path), layer) for name, path in LAYER_NAMES.items()]
     found += [make(name, END_NAMES[name], None) for name in ("model.norm.weight", "lm_head.weight")]
     return [tensor for tensor in found if tensor is not None]
+
+
+def adapter_tensors(config: QwenConfig, lora: Lora) -> list[Tensor]:
+    """Every tensor of a PEFT adapter file of this model, in the order of the network: of each matrix A, then B."""
+    found = []
+    for tensor in tensors(config):
+        if tensor.inputs is None or tensor.layer is None or not lora.adapts(tensor.path[1]):
+            continue
+        stem, place, ours = "base_model.model." + tensor.name.removesuffix("weight"), tensor.path[:-1], tensor.ours
+        first, second = (*ours[: tensor.inputs], lora.rank), (lora.rank, *ours[tensor.inputs :])
+        found.append(Tensor(f"{stem}lora_A.weight", (*place, adapters.A), tensor.layer, first, tensor.inputs))
+        found.append(Tensor(f"{stem}lora_B.weight", (*place, adapters.B), tensor.layer, second, 1))
+    return found
 
 
 def canonical_name(name: str) -> str:

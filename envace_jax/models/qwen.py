@@ -18,8 +18,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from envace_jax import lora as adapters
 from envace_jax import sharding
-from envace_jax.models import attention, decode_layout, embedding, kernels, layer_scan, paged_attention
+from envace_jax.lora import Lora
+from envace_jax.models import attention, decode_layout, embedding, int8, kernels, layer_scan, paged_attention
 from envace_jax.models.config import QwenConfig, parameter_count
 from envace_jax.types import KVCache, PagedCache, Params, Policy
 
@@ -101,8 +103,49 @@ def _product_backward(
 _product.defvjp(_product_forward, _product_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _frozen_product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None, inputs: int) -> jax.Array:
+    """`_product` with a kernel that has no gradient: any dtype, or int8 with scale f32[*out].
+
+    Integers are exact in either compute dtype, and the scale multiplies what comes out: no dequantised kernel is kept.
+    """
+    out = jnp.tensordot(x, kernel.astype(x.dtype), axes=inputs)
+    return out if scale is None else (out * scale).astype(x.dtype)
+
+
+def _frozen_forward(
+    x: jax.Array, kernel: jax.Array, scale: jax.Array | None, inputs: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return _frozen_product(x, kernel, scale, inputs), (kernel, scale)
+
+
+def _frozen_backward(
+    inputs: int, residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    kernel, scale = residuals
+    outputs = kernel.ndim - inputs
+    scaled = cotangent if scale is None else (cotangent * scale).astype(cotangent.dtype)
+    d_x = jnp.tensordot(scaled, kernel.astype(cotangent.dtype), axes=(tuple(range(-outputs, 0)),) * 2)
+    return d_x, None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+def _adapter_in(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], inputs: int, rank: int, rngs: nnx.Rngs
+) -> nnx.Param:
+    """A [*in, rank] as PEFT begins it: Kaiming's uniform distribution with a = sqrt(5)."""
+    bound = math.prod(shape[:inputs]) ** -0.5
+    uniform = jax.random.uniform(rngs.params(), (*shape[:inputs], rank), jnp.float32, -bound, bound)
+    return nnx.Param(uniform, axes=(*axes[:inputs], None))
+
+
 class Matrix(nnx.Module):
-    """A projection whose input and output may have several axes; `inputs` of the kernel's axes are contracted."""
+    """A projection whose input and output may have several axes; `inputs` of the kernel's axes are contracted.
+
+    With a `lora` the kernel is frozen, and an adapter is added where `adapted`; `quantized` is the layout of `int8`.
+    """
 
     def __init__(
         self,
@@ -112,14 +155,35 @@ class Matrix(nnx.Module):
         std: float,
         rngs: nnx.Rngs,
         bias: bool = False,
+        lora: Lora | None = None,
+        adapted: bool = False,
+        quantized: bool = False,
     ) -> None:
         self.inputs = inputs
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+        self.frozen = quantized or lora is not None
+        self.lora_scale = 0.0 if lora is None else lora.scale
+        key = rngs.params()
+        kernel = jnp.zeros(shape, jnp.int8) if quantized else std * jax.random.normal(key, shape, jnp.float32)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        self.kernel_scale = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:]) if quantized else None
         self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32), axes=axes[inputs:]) if bias else None
+        self.lora_a = _adapter_in(shape, axes, inputs, lora.rank, rngs) if lora is not None and adapted else None
+        second = (0 if lora is None else lora.rank, *shape[inputs:])
+        self.lora_b = nnx.Param(jnp.zeros(second, jnp.float32), axes=(None, *axes[inputs:])) if adapted else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = checkpoint_name(_product(x, self.kernel[...].astype(x.dtype), self.inputs), "projection")
+        out = checkpoint_name(self._times(x), "projection")
         return out if self.bias is None else out + self.bias[...].astype(x.dtype)
+
+    def _times(self, x: jax.Array) -> jax.Array:
+        if not self.frozen:
+            return _product(x, self.kernel[...].astype(x.dtype), self.inputs)
+        scale = None if self.kernel_scale is None else self.kernel_scale[...]
+        out = _frozen_product(x, self.kernel[...], scale, self.inputs)
+        if self.lora_a is None or self.lora_b is None:
+            return out
+        low = _product(x, self.lora_a[...].astype(x.dtype), self.inputs) * self.lora_scale
+        return out + _product(low, self.lora_b[...].astype(x.dtype), 1)
 
 
 class Layer(nnx.Module):
@@ -128,33 +192,46 @@ class Layer(nnx.Module):
     `fused` is the layout for decoding: the projections that read the same input are one matrix (`_fuse`).
     """
 
-    def __init__(self, config: QwenConfig, rngs: nnx.Rngs, fused: bool = False) -> None:
-        width, ffn, std = config.width, config.ffn, config.init_std
+    def __init__(
+        self,
+        config: QwenConfig,
+        rngs: nnx.Rngs,
+        fused: bool = False,
+        lora: Lora | None = None,
+        quantized: bool = False,
+    ) -> None:
+        width, ffn = config.width, config.ffn
 
-        def heads_in(*shape: int, axes: tuple[str | None, ...]) -> Matrix:
+        def matrix(
+            name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], inputs: int = 1, bias: bool = False
+        ) -> Matrix:
+            adapted = lora is not None and lora.adapts(name)
+            return Matrix(shape, axes, inputs, config.init_std, rngs, bias, lora, adapted, quantized)
+
+        def heads_in(name: str, *shape: int, axes: tuple[str | None, ...]) -> Matrix:
             axes = ("embed", *axes, "head_dim")
-            return Matrix((width, *shape, config.head_dim), axes, 1, std, rngs, bias=config.qkv_bias)
+            return matrix(name, (width, *shape, config.head_dim), axes, bias=config.qkv_bias)
 
         self.fused = fused
         self.attention_norm = RMSNorm(width, "embed", config.norm_eps)
         if fused:
             group = config.heads // config.kv_heads + 2
-            self.query_key_value = heads_in(config.kv_heads, group, axes=("kv_heads", None))
+            self.query_key_value = heads_in("query_key_value", config.kv_heads, group, axes=("kv_heads", None))
         else:
-            self.query = heads_in(config.heads, axes=("heads",))
-            self.key = heads_in(config.kv_heads, axes=("kv_heads",))
-            self.value = heads_in(config.kv_heads, axes=("kv_heads",))
+            self.query = heads_in("query", config.heads, axes=("heads",))
+            self.key = heads_in("key", config.kv_heads, axes=("kv_heads",))
+            self.value = heads_in("value", config.kv_heads, axes=("kv_heads",))
         self.query_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
         out_shape = (config.heads, config.head_dim, width)
-        self.out = Matrix(out_shape, ("heads", "head_dim", "embed"), 2, std, rngs)
+        self.out = matrix("out", out_shape, ("heads", "head_dim", "embed"), 2)
         self.ffn_norm = RMSNorm(width, "embed", config.norm_eps)
         if fused:
-            self.gate_up = Matrix((width, 2, ffn), ("embed", None, "mlp"), 1, std, rngs)
+            self.gate_up = matrix("gate_up", (width, 2, ffn), ("embed", None, "mlp"))
         else:
-            self.gate = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
-            self.up = Matrix((width, ffn), ("embed", "mlp"), 1, std, rngs)
-        self.down = Matrix((ffn, width), ("mlp", "embed"), 1, std, rngs)
+            self.gate = matrix("gate", (width, ffn), ("embed", "mlp"))
+            self.up = matrix("up", (width, ffn), ("embed", "mlp"))
+        self.down = matrix("down", (ffn, width), ("mlp", "embed"))
 
     def project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, whole: Move = _same
@@ -201,26 +278,35 @@ class Ends(nnx.Module):
         self.head = None if config.tie_embeddings else Matrix(size[::-1], ("embed", "vocab"), 1, config.init_std, rngs)
 
 
-def _split(config: QwenConfig, fused: bool = False) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """(definition, abstract state) of one layer and of the ends; nothing is allocated."""
-    layer = nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0), fused)))
-    ends = nnx.split(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(params=0))))
-    return layer, ends
+@functools.cache
+def _split_layer(
+    config: QwenConfig, fused: bool = False, lora: Lora | None = None, quantized: bool = False
+) -> tuple[Any, Any]:
+    """(definition, abstract state) of one layer; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0), fused, lora, quantized)))
 
 
-def _init(config: QwenConfig, key: jax.Array) -> Params:
+def _split_ends(config: QwenConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(params=0))))
+
+
+def _init(config: QwenConfig, key: jax.Array, lora: Lora | None = None, quantized: bool = False) -> Params:
     layers_key, ends_key = jax.random.split(key)
 
     def one_layer(layer_key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(Layer(config, nnx.Rngs(params=layer_key))))
+        return nnx.to_pure_dict(nnx.state(Layer(config, nnx.Rngs(params=layer_key), False, lora, quantized)))
 
     layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.layers))
     return nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(params=ends_key)))) | {"layers": layers}
 
 
-def param_shapes(config: QwenConfig) -> Params:
-    """The parameters as `jax.ShapeDtypeStruct` (float32); nothing is allocated."""
-    return jax.eval_shape(lambda key: _init(config, key), jax.random.key(0))
+def param_shapes(config: QwenConfig, lora: Lora | None = None, quantized: bool = False) -> Params:
+    """The parameters as `jax.ShapeDtypeStruct` (float32); nothing is allocated.
+
+    With a `lora` its adapters are among them, to be told apart by `lora.split`. `quantized`: the layers' matrices are
+    int8, with scales.
+    """
+    return jax.eval_shape(lambda key: _init(config, key, lora, quantized), jax.random.key(0))
 
 
 def _names(state: Any) -> Params:
@@ -232,16 +318,17 @@ def _names(state: Any) -> Params:
     return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
-def logical_axes(config: QwenConfig) -> Params:
+def logical_axes(config: QwenConfig, lora: Lora | None = None, quantized: bool = False) -> Params:
     """A tree like the parameters whose leaves are tuples of logical axis names (`sharding.RULES`)."""
-    (_, layer), (_, ends) = _split(config)
-    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), _names(layer), is_leaf=lambda node: isinstance(node, tuple))
-    return _names(ends) | {"layers": stacked}
+    layer, ends = _names(_split_layer(config, False, lora, quantized)[1]), _names(_split_ends(config)[1])
+    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), layer, is_leaf=lambda node: isinstance(node, tuple))
+    return ends | {"layers": stacked}
 
 
-def shardings(config: QwenConfig, mesh: Mesh) -> Params:
+def shardings(config: QwenConfig, mesh: Mesh, lora: Lora | None = None, quantized: bool = False) -> Params:
     """A tree like the parameters of `NamedSharding`; a dimension that its mesh axis does not divide stays whole."""
-    return sharding.param_shardings(mesh, logical_axes(config), param_shapes(config))
+    shapes = param_shapes(config, lora, quantized)
+    return sharding.param_shardings(mesh, logical_axes(config, lora, quantized), shapes)
 
 
 def _unstack(layers: Params, count: int) -> list[Params]:
@@ -263,13 +350,19 @@ class _Network:
     attend: kernels.Attend
     layer_axes: dict[str, sharding.LogicalAxes]  # of one layer's parameters, by path
     kernel: bool  # attention over pages by the TPU's kernel
-    layer_definition: Any
-    fused_definition: Any
+    lora: Lora | None
     ends_definition: Any
 
     def init(self, key: jax.Array) -> Params:
         places = None if self.mesh is None else shardings(self.config, self.mesh)
         return jax.jit(lambda key: _init(self.config, key), out_shardings=places)(key)
+
+    def init_adapters(self, key: jax.Array) -> Params:
+        def own(tree: Params) -> Params:
+            return adapters.split(tree)[1]
+
+        places = None if self.mesh is None else own(shardings(self.config, self.mesh, self.lora))
+        return jax.jit(lambda key: own(_init(self.config, key, self.lora)), out_shardings=places)(key)
 
     def apply(
         self,
@@ -366,7 +459,8 @@ class _Network:
 
     @property
     def adds_gradients(self) -> bool:
-        return not self.written_out and self.remat in ("full", "offload")
+        """Whether `apply` takes totals: of gradients in all parameters, so not where some are frozen."""
+        return not self.written_out and self.remat in ("full", "offload") and self.lora is None
 
     def _embedded(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """Rows of the embedding in the compute dtype; on a mesh that cuts the table, without putting it together."""
@@ -409,7 +503,9 @@ class _Network:
 
     def _module(self, params: Params) -> Layer:
         """The module of one layer, of the kind that its parameters are."""
-        return nnx.merge(self.fused_definition if "gate_up" in params else self.layer_definition, params)
+        lora = self.lora if adapters.has_adapters(params) else None
+        quantized = int8.SCALE in params["down"]
+        return nnx.merge(_split_layer(self.config, "gate_up" in params, lora, quantized)[0], params)
 
     def _over_pages(
         self, layers: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: PagedCache, valid: jax.Array
@@ -453,8 +549,43 @@ class _Network:
 
     def decoding_parts(self, layers: Params, embedding: jax.Array) -> Params:
         """What parameters for decoding hold in place of, or beside, the others."""
-        made = {"layers": self.decoding_layers(decode_layout.cast_matrices(layers, self.dtype))}
+        made = {"layers": self.decoding_layers(self._cast(layers))}
         return made | ({TRANSPOSED_HEAD: embedding.T} if self.config.tie_embeddings else {})
+
+    def _cast(self, layers: Params) -> Params:
+        if not adapters.has_adapters(layers):
+            return decode_layout.cast_matrices(layers, self.dtype)
+        # Layer by layer, so that one at a time is in float32.
+        return jax.lax.map(lambda layer: decode_layout.cast_matrices(self._merged(layer), self.dtype), layers)
+
+    def _merged(self, layer: Params) -> Params:
+        """One layer with its adapters merged, where it has any."""
+        if not adapters.has_adapters(layer):
+            return layer
+        assert self.lora is not None  # there are adapters
+        scale = self.lora.scale
+        return {name: adapters.merged(part, scale, jnp) if "kernel" in part else part for name, part in layer.items()}
+
+    def gathered(self, params: Params) -> Params:
+        """All parameters for decoding on a mesh of several devices, or of others than a CPU."""
+        layout = self.decoding_layout(_stays_int8(params))
+        made = layout.gathered(params, self.config, self.dtype, self._merged)
+        if self.written_out:
+            made["layers"] = self.decoding_layers(made["layers"])
+        if self.config.tie_embeddings and decode_layout.fuses(self.mesh):
+            made[TRANSPOSED_HEAD] = made["embedding"].T  # a TPU multiplies by a transposed matrix as fast
+        return made
+
+    def decoding_layout(self, quantized: bool) -> decode_layout.Layout:
+        """Where `gathered` takes parameters from and puts them; `quantized`: their layers stay int8."""
+        assert self.mesh is not None
+        return decode_layout.Layout(
+            mesh=self.mesh,
+            training=shardings(self.config, self.mesh, None, quantized),
+            ends=_names(_split_ends(self.config)[1]),
+            layer=_names(_split_layer(self.config, decode_layout.fuses(self.mesh), None, quantized)[1]),
+            apart=self.config.layers if self.written_out else 0,
+        )
 
     def head(self, params: Params) -> jax.Array:
         if TRANSPOSED_HEAD in params:
@@ -510,22 +641,20 @@ class _Network:
         return sharding.constrain(x, self.mesh, "batch", positions, None)
 
 
+def _stays_int8(params: Params) -> bool:
+    """Whether the layers are int8 with no adapters to be merged into them."""
+    return int8.SCALE in params["layers"]["down"] and not adapters.has_adapters(params["layers"])
+
+
 def _for_decoding(network: _Network) -> Callable[[Params], Params]:
-    config, mesh = network.config, network.mesh
-    if mesh is not None and not decode_layout.alone(mesh):
-        (_, layer), (_, ends) = _split(config, fused=decode_layout.fuses(mesh))
-        count = config.layers if network.written_out else 0
-        layout = decode_layout.Layout(mesh, shardings(config, mesh), _names(ends), _names(layer), count)
+    if not decode_layout.alone(network.mesh):
 
-        def gathered(params: Params) -> Params:
-            made = layout.gathered(params, config, network.dtype)
-            if network.written_out:
-                made["layers"] = network.decoding_layers(made["layers"])
-            if config.tie_embeddings and decode_layout.fuses(mesh):
-                made[TRANSPOSED_HEAD] = made["embedding"].T  # a TPU multiplies by a transposed matrix as fast
-            return made
+        @functools.cache
+        def program(quantized: bool) -> Callable[[Params], Params]:
+            made = jax.eval_shape(network.gathered, param_shapes(network.config, None, quantized))
+            return jax.jit(network.gathered, out_shardings=network.decoding_layout(quantized).places(made))
 
-        return jax.jit(gathered, out_shardings=layout.places(jax.eval_shape(gathered, param_shapes(config))))
+        return lambda params: program(_stays_int8(params))(params)
     parts = jax.jit(network.decoding_parts)  # one function, so that it is compiled once
 
     def for_decoding(params: Params) -> Params:
@@ -542,6 +671,7 @@ def make_policy(
     unroll: bool | None = None,
     remat: str = "none",
     attention: str = "auto",
+    lora: Lora | None = None,
 ) -> Policy:
     """The network as pure functions (see `types.Policy`). Raises ValueError for an unknown choice.
 
@@ -554,16 +684,16 @@ def make_policy(
     attention      "auto", "plain" or "kernel": over whole rows as in `kernels.make_attend`; over pages all but "plain"
                    take the kernel where the mesh is of TPUs.
     mesh           lays activations and fresh parameters out over (data, fsdp) x tensor.
+    lora           what adapters the parameters may have (`lora.joined`). Matrices beside adapters, and int8 ones, have
+                   no gradient; parameters without any compute as they would with no `lora`.
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype!r}; accepted are {', '.join(COMPUTE_DTYPES)}")
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; accepted are {', '.join(REMAT)}")
     layer_axes = jax.tree_util.tree_flatten_with_path(
-        logical_axes(config)["layers"], is_leaf=lambda node: isinstance(node, tuple)
+        logical_axes(config, lora)["layers"], is_leaf=lambda node: isinstance(node, tuple)
     )[0]
-    (layer_definition, _), (ends_definition, _) = _split(config)
-    (fused_definition, _), _ = _split(config, fused=True)
     network = _Network(
         config=config,
         mesh=mesh,
@@ -573,9 +703,8 @@ def make_policy(
         attend=kernels.make_attend(attention, mesh),
         layer_axes={jax.tree_util.keystr(path): axes[1:] for path, axes in layer_axes},
         kernel=paged_attention.use_kernel(attention, mesh, config.head_dim),
-        layer_definition=layer_definition,
-        fused_definition=fused_definition,
-        ends_definition=ends_definition,
+        lora=lora,
+        ends_definition=_split_ends(config)[0],
     )
     return Policy(
         init=network.init,
@@ -587,4 +716,5 @@ def make_policy(
         init_pages=network.init_pages,
         vocab_size=config.vocab_size,
         adds_gradients=network.adds_gradients,
+        init_adapters=None if lora is None else network.init_adapters,
     )
