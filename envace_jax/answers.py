@@ -1,6 +1,7 @@
 """Answers kept by what was asked, so that nothing is asked twice: in memory, and in a file of JSON lines.
 
-Who asked, what an answer means and when it is usable are the caller's business.
+With several processes each adds to a file of its own beside the first one's, and reads all that are there at its
+start. Who asked, what an answer means and when it is usable are the caller's business.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TextIO
 
+from envace_jax import hosts
 from envace_jax.types import Json
 
 
 def key_of(asked: Json) -> str:
     """The key of a question: a hash of the JSON value that stands for all that decides its answer."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def own_file(path: Path, process: int) -> Path:
+    """Where a process keeps its answers: the first one in `path`, process 3 in NAME.3.jsonl beside it."""
+    return path if process == 0 else path.with_name(f"{path.stem}.{process}{path.suffix}")
 
 
 class AnswerCache:
@@ -32,14 +39,15 @@ class AnswerCache:
 
     def __init__(self, path: Path, counts: collections.Counter[str] | None = None):
         self._counts = collections.Counter[str]() if counts is None else counts
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._lock = own_file(path, hosts.index()), threading.Lock()
         self._kept: dict[str, Json] = {}
         self._under_way: dict[str, Future[Json]] = {}
         self._file: TextIO | None = None  # opened when there is something to keep
         self._torn = False
-        if path.exists():
-            data = path.read_bytes()
-            self._torn = bool(data) and not data.endswith(b"\n")
+        for file in (path, *sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))):
+            data = file.read_bytes() if file.exists() else b""
+            if file == self._path:
+                self._torn = bool(data) and not data.endswith(b"\n")
             for line in data.splitlines():
                 try:
                     key, answer = json.loads(line)

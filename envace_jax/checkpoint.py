@@ -38,7 +38,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes, so that a save in progress becomes complete whatever ends the run."""
+        """Closes, so that a save in progress becomes complete whatever ends the run.
+
+        Not where one of several processes failed: the others may never come to what it takes.
+        """
+        if kind is not None and jax.process_count() > 1:
+            return
         try:
             self.close()
         except Exception:

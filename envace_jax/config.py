@@ -340,21 +340,23 @@ def unsettable(key: str) -> str | None:
 def differing_keys(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines "key: saved value -> current value" for the settings that a resumed run must not change, in a fixed order.
 
-    Free to change: logging, evaluation, checkpoint, warm-up, the compilation cache, how a judge, an external model or a
-    user is reached, and the number of steps unless the learning rate's schedule is stretched over them.
+    Free to change: the mesh (numbers then agree up to rounding), logging, evaluation, checkpoint, warm-up, the
+    compilation cache, how a judge, an external model or a user is reached, and the number of steps unless the learning
+    rate's schedule is stretched over them.
     """
-    before, now = dict(_flatten(saved)), dict(_flatten(to_json(current)))
     free = {"compilation_cache", "warm_up"} | {f"reward.{name}" for name in FREE_OF_REWARD}
     free |= {f"{group}.{name}" for group in ("external", "user") for name in FREE_OF_ENDPOINT}
     free |= {"steps"} if current.optimizer.schedule == "constant" else set()
-    lines = []
-    for key in sorted(before.keys() | now.keys()):
-        if key in free or key.split(".")[0] in ("logging", "evaluation", "checkpoint"):
-            continue
-        old, new = before.get(key, "absent"), now.get(key, "absent")
-        if old != new:
-            lines.append(f"{key}: {old!r} -> {new!r}")
-    return lines
+    groups = ("mesh", "logging", "evaluation", "checkpoint")
+    different = differing_settings(saved, to_json(current))
+    return [line for key, line in different.items() if key not in free and key.split(".")[0] not in groups]
+
+
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, str]:
+    """Lines "key: one's value -> the other's" by key, in a fixed order; both are as `to_json` gives them."""
+    before, now = dict(_flatten(one)), dict(_flatten(other))
+    pairs = {key: (before.get(key, "absent"), now.get(key, "absent")) for key in sorted(before.keys() | now.keys())}
+    return {key: f"{key}: {old!r} -> {new!r}" for key, (old, new) in pairs.items() if old != new}
 
 
 def local_path(path: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from envace_jax import roles
+from envace_jax import hosts, roles
 from envace_jax.envs import load_process, make_environment
 from envace_jax.episode import Limits, Reason
 from envace_jax.json_values import json_equal
@@ -64,21 +64,25 @@ def success(
     """Attempts every task `samples` times in its executable environment (temperature 0 is greedy).
 
     An attempt whose outcome cannot be known, by a fault while it is scored, is masked like one that failed under way.
+    Of several processes each scores its own attempts (`rollout`), and all get all outcomes.
     Raises ValueError for a task that has no executable environment.
     """
-    goals = [None if _process_of(task) else reference_state(task) for task in tasks]
+    for task in tasks:
+        _process_of(task)
     responder = Real(make_environment)
     trajectories = rollout(
         sampler, params, tasks, attempts=samples, responder=responder, reward=reward, prompts=prompts, limits=limits,
         seed=seed, step=SUCCESS_STREAM, temperature=temperature, top_p=top_p, user=user, progress=progress,
     )  # fmt: skip
-    trajectories, scores = _scored(trajectories, [task for task in tasks for _ in range(samples)])
     solved = np.full(len(trajectories), np.nan)  # stays nan where something outside failed: that is no failure to solve
-    for index, trajectory in enumerate(trajectories):
-        if index in scores:
-            solved[index] = scores[index]
-        elif trajectory.status == "ok":
-            solved[index] = is_solved(trajectory, responder.final_state(index), goals[index // samples])
+    for outcomes in hosts.exchange(_outcomes(trajectories, tasks, samples, responder)):
+        for index, outcome in outcomes.items():
+            if isinstance(outcome, str):
+                trajectories[index] = dataclasses.replace(
+                    trajectories[index], status="failed", reward=float("nan"), reason=outcome
+                )
+            else:
+                solved[index] = outcome
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.status == "ok"]
     per_task = _mean_of_known(solved.reshape(len(tasks), samples))
     responder.close()
@@ -98,22 +102,34 @@ def _process_of(task: Task) -> Any:
     return load_process(task.environment["name"])
 
 
-def _scored(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> tuple[list[Trajectory], dict[int, float]]:
-    """The outcomes of the attempts that a process module scores, by index; what it could not score is masked."""
-    known, asked, scores = list(trajectories), {}, {}
-    for index, (trajectory, task) in enumerate(zip(trajectories, tasks, strict=True)):
-        if trajectory.status == "ok" and (process := _process_of(task)):
-            if trajectory.reason == Reason.DONE:
+def _outcomes(
+    trajectories: Sequence[Trajectory], tasks: Sequence[Task], samples: int, responder: Real
+) -> dict[int, float | str]:
+    """How this process's own attempts came out, by index; for one whose score cannot be had, the fault. Those that
+    failed under way are left out."""
+    outcomes: dict[int, float | str] = {}
+    asked = {}
+    for position, task in enumerate(tasks):
+        if not hosts.owns(position):
+            continue
+        process = _process_of(task)
+        goal = None if process else reference_state(task)
+        for index in range(position * samples, (position + 1) * samples):
+            trajectory = trajectories[index]
+            if trajectory.status != "ok":
+                continue
+            if process is None:
+                outcomes[index] = float(is_solved(trajectory, responder.final_state(index), goal))
+            elif trajectory.reason == Reason.DONE:
                 asked[index] = process.score(task, trajectory.messages)
             else:
-                scores[index] = 0.0  # it never came to its end, whatever it had done by then
+                outcomes[index] = 0.0  # it never came to its end, whatever it had done by then
     for index, future in asked.items():
         try:
-            scores[index] = float(future.result())
+            outcomes[index] = float(future.result())
         except Exception as error:  # whatever failed outside masks this attempt and no other
-            reason = " ".join(f"fault: {type(error).__name__}: {error}".split())[:300]
-            known[index] = dataclasses.replace(known[index], status="failed", reward=float("nan"), reason=reason)
-    return known, scores
+            outcomes[index] = " ".join(f"fault: {type(error).__name__}: {error}".split())[:300]
+    return outcomes
 
 
 def is_solved(trajectory: Trajectory, state: Json, goal: Json) -> bool:

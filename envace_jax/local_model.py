@@ -4,6 +4,9 @@ The model has a sampler of its own, or answers in the policy's slots with the po
 moves it along either way, so nobody waits for it. What it answers is never trained. Its random numbers follow from the
 question and the try alone: the same parameters give the same answer, whoever asks and whenever. Knows no judges or
 tasks.
+
+Several processes ask one model in step: what one asks is told to all (`told`, `queue`), since all take part in sampling
+the answer; only who asked reads and counts it.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ STREAM = -3  # random numbers that no training step and no evaluation uses
 @dataclasses.dataclass
 class _Question:
     tokens: list[int]
-    read: Callable[[str], Any]
-    answer: Future[Any]
     name: int  # a hash of what is asked
     temperature: float
     top_p: float
     max_tokens: int
     tries: int = 0
+    read: Callable[[str], Any] | None = None
+    answer: Future[Any] | None = None  # None: another process asks, and reads what comes
 
 
 class LocalModel:
@@ -47,6 +50,7 @@ class LocalModel:
         self.sampler: Sampler | None = None  # its own, with `params`, or None where it shares the policy's
         self._seed, self._retries = seed, retries
         self.params: Params = None
+        self._new: list[_Question] = []  # asked here, and not yet told to all
         self._waiting: collections.deque[_Question] = collections.deque()
         self._running: dict[int, _Question] = {}  # by request id, all below 0: those of segments are not
         self._number = 0
@@ -62,7 +66,7 @@ class LocalModel:
     @property
     def busy(self) -> bool:
         """Whether any question is still to be answered."""
-        return bool(self._waiting or self._running)
+        return bool(self._new or self._waiting or self._running)
 
     def ask(
         self,
@@ -96,8 +100,18 @@ class LocalModel:
             )
             return answer
         name = int.from_bytes(hashlib.sha256(json.dumps([tokens, temperature, top_p]).encode()).digest()[:8])
-        self._waiting.append(_Question(tokens, read, answer, name, temperature, top_p, max_tokens))
+        self._new.append(_Question(tokens, name, temperature, top_p, max_tokens, read=read, answer=answer))
         return answer
+
+    def told(self) -> list[_Question]:
+        """What is asked here since the last `queue`, as the other processes are to be told it."""
+        return [dataclasses.replace(question, read=None, answer=None) for question in self._new]
+
+    def queue(self, questions: Sequence[_Question], own: bool) -> None:
+        """Takes what a process has `told` into the line; to be called for every process, in their order."""
+        self._waiting += self._new if own else questions
+        if own:
+            self._new = []
 
     def requests(self, free: int) -> list[SampleRequest]:
         """What to put into at most `free` slots now, in the order of asking; `take` gets what comes of it."""
@@ -106,7 +120,7 @@ class LocalModel:
             question = self._waiting.popleft()
             self._number += 1
             self._running[-self._number] = question
-            self.counts["tries"] += 1
+            self.counts["tries"] += question.answer is not None
             found.append(
                 SampleRequest(
                     request_id=-self._number,
@@ -122,6 +136,8 @@ class LocalModel:
     def take(self, sample: Sample) -> None:
         """An answer came: whoever asked gets it, or it is asked for again with other random numbers."""
         question, tokens = self._running.pop(sample.request_id), sample.tokens.tolist()
+        if question.read is None or question.answer is None:
+            return
         question.tries += 1
         self.counts["prompt_tokens"] += len(question.tokens)
         self.counts["completion_tokens"] += len(tokens)
@@ -131,7 +147,7 @@ class LocalModel:
         except ValueError as error:
             self.counts["fault_answer"] += 1
             if question.tries <= self._retries:
-                self._waiting.append(question)
+                self._new.append(question)
                 return
             self.counts["given_up"] += 1
             question.answer.set_exception(EndpointFault("answer", f"an answer that is not what was asked for: {error}"))
@@ -140,8 +156,9 @@ class LocalModel:
             question.answer.set_result(answer)
 
     def step(self) -> None:
-        """Moves a model with a sampler of its own along, where no rollout does."""
+        """Moves a model with a sampler of its own along, where no rollout does and no other process asks."""
         assert self.sampler is not None
+        self.queue((), own=True)
         requests = self.requests(self.sampler.free())
         if requests:
             self.sampler.submit(requests)
@@ -150,8 +167,10 @@ class LocalModel:
 
     def reset(self) -> None:
         """Drops all questions, and the caches of a sampler of its own; those who wait hear of it."""
-        for question in (*self._waiting, *self._running.values()):
-            question.answer.set_exception(EndpointFault("dropped", "the question was dropped"))
+        for question in (*self._new, *self._waiting, *self._running.values()):
+            if question.answer is not None:
+                question.answer.set_exception(EndpointFault("dropped", "the question was dropped"))
+        self._new.clear()
         self._waiting.clear()
         self._running.clear()
         if self.sampler is not None:

@@ -2,13 +2,16 @@
 
     python -m envace_jax.main --config=configs/tiny.py [--workdir=FOLDER] [--config.KEY=VALUE ...]
 
-The same command continues a run that was interrupted; Ctrl-C says from which step. It knows no part of the method. Bad
-input is answered by lines on stderr and exit code 2, without a traceback.
+The same command continues a run that was interrupted; Ctrl-C says from which step, and SIGTERM ends it in order after
+its step. Started on every host it is one run (docs/hosts.md). It knows no part of the method. Bad input is answered by
+lines on stderr and exit code 2, without a traceback.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import re
 import sys
 import traceback
@@ -20,49 +23,99 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_dict, config_flags
 
-from envace_jax import workfolder
+from envace_jax import hosts, stopping, watch, workfolder
+from envace_jax.answers import own_file
 from envace_jax.config import (
     ConfigError,
     RunConfig,
     UserError,
+    differing_settings,
     from_config_dict,
     local_path,
+    to_json,
     unsettable,
 )
 from envace_jax.rewards import Reward
 from envace_jax.sharding import make_mesh
+from envace_jax.watch import Watch
 
 TRACEBACK_FILE = "traceback.txt"
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; a shell gives 128 + 2, the number of SIGINT
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes; a shell gives 128 + 2, the number of SIGINT
 DEFAULT_CACHE = "~/.cache/envace_jax/xla"
 PACKAGE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
     """Runs the command with `arguments` (the program's name first) and returns its exit code: 0, 2 for bad input, or
-    130 for Ctrl-C.
+    130 for Ctrl-C. One of several processes that fails does not return: it ends with the others (`watch.py`).
 
     `reward` is a reward of one's own, for a script that is to have this command's flags.
     """
-    workdir = None
+    workdir: Path | None = None
+    together: Watch | None = None
     try:
+        launch, arguments = hosts.read_flags(arguments)
         config, workdir = read_flags(arguments)
         use_compilation_cache(config.compilation_cache)
-        mesh = prepare_devices(config)
-        print(f"work folder {workdir}", flush=True)
+        hosts.start(launch)
+        together = watch.begin(functools.partial(stopped, workdir))
+        with hosts.only_first_speaks(), stopping.listening(together.leave if together else os._exit) as signals:
+            check_same(config, workdir)
+            mesh = prepare_devices(config)
+            print(f"work folder {workdir}", flush=True)
 
-        from envace_jax import train  # after the checks, so that a typing mistake is answered at once
+            from envace_jax import train  # after the checks, so that a typing mistake is answered at once
 
-        train.run(config, mesh, workdir, reward)
+            train.run(config, mesh, workdir, reward, signals.asked)
+            hosts.exchange("all are through")
+    except stopping.Stopped:
+        if hosts.first():
+            print(stopped(workdir), file=sys.stderr)
     except (ValueError, OSError) as error:
         if not is_message(error):
+            _end_all(together, error)
             raise
         report(error, workdir)
+        _end_all(together, error, BAD_INPUT)
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(stopped(workdir), file=sys.stderr)
+        _end_all(together, error, INTERRUPTED)
         return INTERRUPTED
+    except Exception as error:
+        _end_all(together, error)
+        raise
+    if together is not None:
+        together.stop()
+        jax.distributed.shutdown()
     return 0
+
+
+def _end_all(together: Watch | None, error: BaseException, code: int | None = None) -> None:
+    """Ends all processes of the run because of this one's error; does nothing where it is alone.
+
+    Without a code the error is the program's, or only the sign that another process is gone.
+    """
+    if together is None:
+        return
+    if code is None:
+        if watch.may_be_anothers(error):
+            together.wait()
+        print(f"error: process {hosts.index()} failed:", file=sys.stderr)
+        traceback.print_exception(error)
+    name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    together.end_run(FAILED if code is None else code, " ".join(name.split())[:500])
+
+
+def check_same(config: RunConfig, workdir: Path) -> None:
+    """Raises UserError where the run's processes were started with other settings or another work folder."""
+    told = hosts.exchange((to_json(config), str(workdir.absolute())))
+    for process, (settings, folder) in enumerate(told):
+        different = list(differing_settings(told[0][0], settings).values())
+        if folder != told[0][1]:
+            different.append(f"--workdir: {told[0][1]} -> {folder}")
+        if different:
+            raise UserError(f"process {process} was started otherwise than process 0: {different[0]}")
 
 
 def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
@@ -74,7 +127,7 @@ def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
     )
     flags.DEFINE_string("workdir", "", "Folder of the run's files; by default runs/NAME of the config.", values)
     if any(argument in ("-h", "-help", "--help") for argument in arguments[1:]):
-        print(f"{__doc__}\n{values.get_help()}")
+        print(f"{__doc__}\n{hosts.FLAGS_HELP}\n{values.get_help()}")
         raise SystemExit(0)
     _check_overrides(arguments)
     try:
@@ -118,14 +171,15 @@ def prepare_devices(config: RunConfig) -> Mesh:
         devices = jax.devices()
     except RuntimeError as error:  # a backend that was asked for is not there
         raise UserError(f"no devices: {str(error).splitlines()[0]}") from error
-    if jax.process_count() > 1:
-        raise UserError(f"{jax.process_count()} processes: a run on several hosts is not supported yet; start one")
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    print(f"backend {jax.default_backend()}: {len(devices)} device{'s' * (len(devices) > 1)} ({kinds})", flush=True)
+    several = f" of {hosts.count()} processes" if hosts.count() > 1 else ""
+    counted = f"{len(devices)} device{'s' * (len(devices) > 1)}{several}"
+    print(f"backend {jax.default_backend()}: {counted} ({kinds})", flush=True)
     try:
         sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         wanted = math.prod(sizes)
-        mesh = make_mesh(*sizes, devices=devices[:wanted] if wanted < len(devices) else None)
+        # One process may leave devices unused; of several none may be without a part of the mesh.
+        mesh = make_mesh(*sizes, devices=devices[:wanted] if not several and wanted < len(devices) else None)
     except ValueError as error:
         raise ConfigError(f"config.mesh: {error}") from error
     shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
@@ -154,10 +208,12 @@ def stopped(workdir: Path | None) -> str:
 
 def report(error: BaseException, workdir: Path | None) -> None:
     """Prints the error's lines on stderr; the work folder gets the traceback of one that is not about the settings."""
+    number = hosts.index() if hosts.started() else 0
+    who = f"process {number}: " if number else ""
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {who}{line}", file=sys.stderr)
     if workdir is not None and workdir.is_dir() and not isinstance(error, UserError):
-        path = workdir / TRACEBACK_FILE
+        path = own_file(workdir / TRACEBACK_FILE, number)
         path.write_text("".join(traceback.format_exception(error)))
         print(f"(where it was raised: {path})", file=sys.stderr)
 

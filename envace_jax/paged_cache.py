@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from envace_jax import drawing, paged_decoding
+from envace_jax import drawing, hosts, paged_decoding
 from envace_jax.models.paged_attention import page_spec
 from envace_jax.pages import Pages
 from envace_jax.pooled_cache import abstract
@@ -285,7 +285,7 @@ class PagedCache:
         table = np.full((self.settings.slots, width), drawing.NOWHERE, np.int32)
         for slot in self._drawing & set(running):
             table[slot] = self._pages.numbers(running[slot].row, width)
-        return jax.device_put(table, self._row_sharding)
+        return hosts.put(table, self._row_sharding)
 
     # --- the compiled programs; each takes the state over ---
 
@@ -297,10 +297,10 @@ class PagedCache:
         if self._state is None:
             self._make_state()
         state, self._state = self._state, None
-        self._state = self.programs.prefill(params, state, jax.device_put(packed, self._row_sharding))
+        self._state = self.programs.prefill(params, state, hosts.put(packed, self._row_sharding))
 
     def _run_decode(self, params: Params, table: jax.Array, steps: int, enough: int) -> np.ndarray:
-        limits = jax.device_put(np.array([steps, enough], np.int32), self._limit_sharding)
+        limits = hosts.put(np.array([steps, enough], np.int32), self._limit_sharding)
         state, self._state = self._state, None
         self._state, report = self.programs.decode(params, state, table, limits)
         return np.asarray(jax.device_get(report))

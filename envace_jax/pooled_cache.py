@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from envace_jax import decoding, drawing
+from envace_jax import decoding, drawing, hosts
 from envace_jax.buckets import pick
 from envace_jax.sample_requests import Running, SamplerStats, Settings, calls, pack
 from envace_jax.sharding import BATCH_AXES, batch_sharding, partition_spec, replicated
@@ -115,7 +115,7 @@ class PooledCache:
         rows = np.full(self.settings.slots, drawing.NOWHERE, np.int32)
         for slot, item in running.items():
             rows[slot] = item.row
-        return jax.device_put(rows, self._row_sharding)
+        return hosts.put(rows, self._row_sharding)
 
     def _reserve(self, running: dict[int, Running]) -> None:
         """Gives the working set the length that the coming prefills and one decode chunk need."""
@@ -170,10 +170,10 @@ class PooledCache:
 
     def _run_prefill(self, params: Params, packed: np.ndarray) -> None:
         state, self._state = self._state, None
-        self._state = self.programs.prefill(params, state, jax.device_put(packed, self._row_sharding))
+        self._state = self.programs.prefill(params, state, hosts.put(packed, self._row_sharding))
 
     def _run_decode(self, params: Params, rows: jax.Array, steps: int, enough: int) -> np.ndarray:
-        limits = jax.device_put(np.array([steps, enough], np.int32), self._limit_sharding)
+        limits = hosts.put(np.array([steps, enough], np.int32), self._limit_sharding)
         state, self._state = self._state, None
         self._state, report = self.programs.decode(params, state, rows, limits)
         return np.asarray(jax.device_get(report))

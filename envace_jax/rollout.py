@@ -5,9 +5,12 @@ each trajectory on as soon as its own answers are there: no lockstep, and no tra
 neither prompts nor token ids (`episode.py`) nor devices (`sampling.py`).
 
 What a trajectory samples depends on (seed, step, task, attempt, segment, position) alone, and the order of the result
-on the order of the tasks alone. Several hosts can run this loop in step: all that leads to a device call follows from
-the tasks and from sampled ids, which they share, except which outside answers have come; `_Run.answered` is the one
-place that looks at those.
+on the order of the tasks alone.
+
+Several processes run this loop in step (`hosts.py`). Each owns the attempts at its share of the tasks: it alone reads
+what they sampled, writes their prompts, and asks environments, judges and users for them. Once a round all tell each
+other which generations theirs now wait for, and which are over (`_Run.share`); everything that leads to a device call
+follows from that and from sampled ids, which all know.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from envace_jax import hosts
 from envace_jax.episode import (
     Episode,
     Limits,
@@ -48,6 +52,8 @@ from envace_jax.types import Need, Params, Role, Segment, Task, Trajectory
 from envace_jax.users import User
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
+# With several processes, seconds that one waits for its own outside answers before it asks after the others'.
+PATIENCE_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,9 @@ def rollout(
       progress: called after every round of the loop.
       rehearser: who plays REHEARSE instead, with a sampler of its own. Who plays decides no random number.
 
+    With several processes all call this at the same point, with the same arguments, and all get all trajectories. Own
+    attempts are those at tasks whose positions `hosts.owns`; only for these are responder, reward and user called.
+
     A fault of a responder, judge or user (exception, time-out, unreadable result, impossible score, empty message)
     fails its trajectory alone, and a task that the limits cannot hold fails all of its own: status "failed", reward
     nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1 and for a task
@@ -105,7 +114,10 @@ def rollout(
         raise ValueError(f"attempts={attempts} must be at least 1")
     act = _Seat(sampler, params)
     seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
-    run = _Run(seats, responder, reward, (seed, step), temperature, top_p, policy_version, future_timeout_s, user)
+    run = _Run(
+        seats, responder, reward, (seed, step), temperature, top_p, policy_version, limits.generations,
+        future_timeout_s, user,
+    )  # fmt: skip
     if run.judge is not None:
         run.judge.reset()
     for seat in run.different_seats():
@@ -118,7 +130,9 @@ def rollout(
         first = attempts * repeats[task.task_id]
         repeats[task.task_id] += 1
         for attempt in range(first, first + attempts):
-            run.add(begin(task, group_offset + position, attempt))
+            known = _Attempt(task, group_offset + position, attempt)
+            run.add(known, begin(task, known.group_id, attempt) if hosts.owns(position) else None)
+    run.share()
 
     while run.unfinished:
         run.feed_slots()
@@ -127,9 +141,10 @@ def rollout(
         else:
             run.wait_for_answers()
         run.take_answers()
+        run.share()
         if progress is not None:
-            progress(len(run.episodes) - run.unfinished, len(run.episodes), run.tokens)
-    return [as_trajectory(episode) for episode in run.episodes]
+            progress(len(run.attempts) - run.unfinished, len(run.attempts), run.tokens)
+    return run.trajectories()
 
 
 def _advanced(episode: Episode, answers: list[Any]) -> Episode:
@@ -137,6 +152,24 @@ def _advanced(episode: Episode, answers: list[Any]) -> Episode:
     if episode.needs is Need.JUDGE:
         return on_score(episode, *answers)
     return on_user(episode, *answers) if episode.needs is Need.USER else on_results(episode, answers)
+
+
+@dataclasses.dataclass
+class _Attempt:
+    """What all processes know of a trajectory."""
+
+    task: Task
+    group_id: int
+    attempt: int
+    turn: int = 0
+    waits_for: dict[int, Request] = dataclasses.field(
+        default_factory=dict
+    )  # by segment index; empty: not for a sampler
+    segments: dict[int, Segment] = dataclasses.field(default_factory=dict)  # by index
+
+
+# What a trajectory's owner tells: its number, its user turn, and the generations it waits for; none: it is over.
+_News = tuple[int, int, tuple[Request, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +198,7 @@ class _Seat:
 
 @dataclasses.dataclass
 class _Run:
-    """The loop's state. A trajectory's number is its place in `episodes`."""
+    """The loop's state. A trajectory's number is its place in `attempts`."""
 
     seats: dict[Role, _Seat]  # one and the same where one player has both roles
     responder: Responder
@@ -174,14 +207,16 @@ class _Run:
     temperature: float
     top_p: float
     policy_version: int
+    generations: int  # the most that a trajectory may have
     future_timeout_s: float | None
     user: User | None
-    episodes: list[Episode] = dataclasses.field(default_factory=list)
+    attempts: list[_Attempt] = dataclasses.field(default_factory=list)
     unfinished: int = 0
     tokens: int = 0
-    sampling: dict[int, tuple[int, Request]] = dataclasses.field(default_factory=dict)  # by request id
-    arrived: dict[int, dict[int, Segment]] = dataclasses.field(default_factory=dict)  # by number, by segment index
-    outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)  # by number
+    # Of this process alone: its episodes by number, what it waits for outside, and what it has not told yet.
+    episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)
+    outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)
+    news: list[_News] = dataclasses.field(default_factory=list)
 
     @property
     def judge(self) -> LocalModel | None:
@@ -195,10 +230,42 @@ class _Run:
             return None if self.judge is None else self.seats[Role.ACT]
         return _Seat(self.judge.sampler, self.judge.params)
 
-    def add(self, episode: Episode) -> None:
-        self.episodes.append(episode)
+    def add(self, attempt: _Attempt, episode: Episode | None) -> None:
+        """A new trajectory, with its episode where it is this process's own."""
+        self.attempts.append(attempt)
         self.unfinished += 1
-        self.enter(len(self.episodes) - 1, episode)
+        if episode is not None:
+            self.enter(len(self.attempts) - 1, episode)
+
+    def share(self) -> None:
+        """Tells all processes what became of this one's trajectories, and does what all have told: a collective."""
+        told, self.news = self.news, []
+        questions = [] if self.judge is None else self.judge.told()
+        for process, (news, asked) in enumerate(hosts.exchange((told, questions))):
+            for number, turn, requests in news:
+                attempt = self.attempts[number]
+                attempt.turn, attempt.waits_for = turn, {request.index: request for request in requests}
+                if not requests:
+                    self.unfinished -= 1
+                for request in requests:
+                    heapq.heappush(self.seats[request.role].waiting, (number, request.index))
+            if self.judge is not None:
+                self.judge.queue(asked, own=process == hosts.index())
+
+    def trajectories(self) -> list[Trajectory]:
+        """All of them, finished, in order: a collective."""
+        # Everybody has the segments, which are most of it.
+        own = {
+            number: dataclasses.replace(as_trajectory(episode), segments=())
+            for number, episode in self.episodes.items()
+        }
+        known = {number: trajectory for theirs in hosts.exchange(own) for number, trajectory in theirs.items()}
+        return [
+            dataclasses.replace(
+                known[number], segments=tuple(segment for _, segment in sorted(attempt.segments.items()))
+            )
+            for number, attempt in enumerate(self.attempts)
+        ]
 
     def enter(self, number: int, episode: Episode) -> None:
         """Records what became of a trajectory and asks whoever it waits for now."""
@@ -210,13 +277,10 @@ class _Run:
                 self.ask_outside(number, (self.user_says(episode),))
             elif episode.needs is Need.JUDGE:
                 self.ask_outside(number, (self.reward.score_turn(episode.task, episode.turn, episode.turn_messages),))
-            elif episode.needs is Need.NOTHING:
-                self.unfinished -= 1
-                self.responder.end(number, episode.task)
-            else:
-                self.arrived[number] = {}
-                for request in episode.requests:
-                    heapq.heappush(self.seats[request.role].waiting, (number, request.index))
+            else:  # for the sampler, or for nothing
+                self.news.append((number, episode.turn, episode.requests))
+                if episode.needs is Need.NOTHING:
+                    self.responder.end(number, episode.task)
         except Exception as error:  # raised where a future should carry it: the same fault
             self.fail(number, error)
 
@@ -257,11 +321,7 @@ class _Run:
             requests = self.judge.requests(seat.sampler.free()) if self.judge and seat is self.judge_seat else []
             for _ in range(min(seat.sampler.free() - len(requests), len(seat.waiting))):
                 number, index = heapq.heappop(seat.waiting)
-                episode = self.episodes[number]
-                request = episode.requests[index - episode.requests[0].index]
-                request_id = number * episode.limits.generations + index  # an index is below `generations`
-                self.sampling[request_id] = (number, request)
-                requests.append(self.sample_request(request_id, episode, request))
+                requests.append(self.sample_request(number, self.attempts[number].waits_for[index]))
             if requests:
                 seat.sampler.submit(requests)
 
@@ -274,14 +334,15 @@ class _Run:
         """A call of every sampler that has something to draw; what finished."""
         return [sample for seat in self.different_seats() if seat.drawing for sample in seat.sampler.step(seat.params)]
 
-    def sample_request(self, request_id: int, episode: Episode, request: Request) -> SampleRequest:
+    def sample_request(self, number: int, request: Request) -> SampleRequest:
+        attempt = self.attempts[number]
         # A hash of the task's name, not its position: a task draws the same numbers wherever it stands in a batch.
-        task_hash = zlib.crc32(episode.task.task_id.encode("utf-8")) & 0x7FFFFFFF
+        task_hash = zlib.crc32(attempt.task.task_id.encode("utf-8")) & 0x7FFFFFFF
         return SampleRequest(
-            request_id=request_id,
+            request_id=number * self.generations + request.index,  # an index is below `generations`
             prompt_tokens=request.prompt_tokens.tolist(),
             max_tokens=request.max_tokens,
-            key_ids=(*self.key, task_hash, episode.attempt, request.index),
+            key_ids=(*self.key, task_hash, attempt.attempt, request.index),
             temperature=self.temperature,
             top_p=self.top_p,
         )
@@ -292,28 +353,34 @@ class _Run:
             if self.judge is not None and sample.request_id < 0:
                 self.judge.take(sample)
                 continue
-            number, request = self.sampling.pop(sample.request_id)
-            episode, arrived = self.episodes[number], self.arrived[number]
+            number, index = divmod(sample.request_id, self.generations)
+            attempt = self.attempts[number]
+            request = attempt.waits_for.pop(index)
             self.tokens += len(sample.tokens)
-            arrived[request.index] = Segment(
+            attempt.segments[index] = Segment(
                 role=request.role,
                 prompt_tokens=request.prompt_tokens,
                 tokens=np.asarray(sample.tokens, np.int32),
                 logprobs=np.asarray(sample.logprobs, np.float32),
                 finish_reason=sample.finish_reason,
                 policy_version=self.policy_version,
-                turn=episode.turn,
+                turn=attempt.turn,
             )
-            if len(arrived) == len(episode.requests):
-                segments = [arrived[request.index] for request in episode.requests]  # in call order
+            if number in self.episodes and not attempt.waits_for:
+                episode = self.episodes[number]
+                segments = [attempt.segments[request.index] for request in episode.requests]  # in call order
                 advanced = on_act(episode, *segments) if episode.needs is Need.ACT else on_rehearsed(episode, segments)
                 self.enter(number, advanced)
 
     def wait_for_answers(self) -> None:
-        """Sleeps until an outside answer comes or is overdue; only for when there is nothing to decode."""
+        """Sleeps until an outside answer comes or is overdue; only for when there is nothing to decode.
+
+        With several processes not for long: others' answers may come first.
+        """
         open_futures = [future for asked in self.outside.values() for future in asked.futures if not future.done()]
         if open_futures and not self.answered():
             left = min(asked.deadline for asked in self.outside.values()) - time.monotonic()
+            left = left if hosts.count() == 1 else min(left, PATIENCE_S)
             timeout = None if left == float("inf") else max(left, 0.0)
             concurrent.futures.wait(open_futures, timeout, concurrent.futures.FIRST_COMPLETED)
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, fidelity, parts, players, sharding, task_sampling, users, workfolder
+from envace_jax import envs, evaluate, fidelity, hosts, parts, players, sharding, task_sampling, users, workfolder
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes, row_tokens
 from envace_jax.checkpoint import Checkpoints
@@ -41,6 +41,7 @@ from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.roles import Prompts
 from envace_jax.rollout import Player, rollout
+from envace_jax.stopping import Stopped
 from envace_jax.task_sampling import Drawn, Gathered
 from envace_jax.train_step import init_train_state
 from envace_jax.types import Params, Role, Task, TrainBatch, TrainState, Trajectory
@@ -73,8 +74,17 @@ class Setup:
     base: Params | None = None  # with LoRA: the frozen parameters that the state's adapters go with
 
 
-def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = None) -> dict[str, Any]:
+def run(
+    config: RunConfig,
+    mesh: Mesh,
+    workdir: Path,
+    reward: Reward | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
     """Trains to `config.steps` and returns what `summary.json` holds. A restart with the same workdir continues.
+
+    With several processes all call this; the first writes the files, and all write the checkpoints. `stop` is asked
+    before every step, in every process: where one says yes the run is saved, and all raise Stopped.
 
     Every refusal comes before the first file is written, and nearly all before the model is loaded.
     """
@@ -92,18 +102,22 @@ def run(config: RunConfig, mesh: Mesh, workdir: Path, reward: Reward | None = No
             workfolder.check_continued(workdir, config, known, kept["fingerprints"])
         setup, state = build(config, mesh, reward, inputs, workdir, user)
         opened.callback(setup.responder.close)
+        hosts.exchange("all have looked at the folder")  # before anything is written there
         state, progress = _resume(checkpoints, state)
         progress |= kept
         began -= progress["seconds"]
-        with MetricsWriter(workdir, tensorboard=config.logging.tensorboard, resume_step=progress["step"]) as writer:
+        with MetricsWriter(
+            workdir, config.logging.tensorboard, resume_step=progress["step"], enabled=hosts.first()
+        ) as writer:
             workfolder.claim(workdir, config)
             writer.start(total=config.steps, done=progress["step"])
             if config.warm_up and progress["step"] < config.steps:
                 state = compile_all(setup, state, writer)
-            state = _train(setup, state, progress, began, checkpoints, writer)
+            state = _train(setup, state, progress, began, checkpoints, writer, stop)
             # The numbers first: they are small, and whatever may go wrong with the export must not cost them.
             summary = summarise(config, progress)
-            write_json_atomic(workdir / workfolder.SUMMARY_FILE, summary)
+            if hosts.first():
+                write_json_atomic(workdir / workfolder.SUMMARY_FILE, summary)
             writer.curves(workdir / workfolder.CURVES_FILE)
             checkpoints.wait()
             for name, roles in setup.cast.learners.items():
@@ -138,16 +152,22 @@ def _resume(checkpoints: Checkpoints, state: State) -> tuple[State, dict[str, An
 
 def _train(
     setup: Setup, state: State, progress: dict[str, Any], began: float, checkpoints: Checkpoints,
-    writer: MetricsWriter,
+    writer: MetricsWriter, stop: Callable[[], bool],
 ) -> State:  # fmt: skip
     """The loop from `progress` to the last step. It keeps `progress` up to date; `began` is when step 0 did."""
     config, first, compiled = setup.config, progress["step"], CompileCounter()
     asked = getattr(setup.responder, "counts", {})  # of another model
-    asked.update(progress.get("external", {}))  # what a run that this one continues asked of it
+    if hosts.first():  # one process carries on what a run that this one continues asked of it
+        asked.update(progress.get("external", {}))
     drawn = Drawn(progress.get("tasks_seen", 0), dict(progress.get("task_record", {})))
     if first == 0:
         progress["evaluations"].append(_evaluate(setup, state, 0, writer))
     for step in range(first, config.steps):
+        if any(hosts.exchange(stop())):
+            if step > first and not _due(step, config.checkpoint.every, config.steps):
+                checkpoints.save(step, state, progress)
+            checkpoints.wait()
+            raise Stopped(step)
         started, executed = time.time(), envs.execution_count()
         state, metrics, trajectories = iterate(setup, state, step, writer, drawn)
         done, seconds = step + 1, time.time() - started
@@ -155,7 +175,7 @@ def _train(
         metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
         writer.write(done, metrics)
         writer.write_trajectories(done, _samples(trajectories, config))
-        progress["env_calls"] += envs.execution_count() - executed
+        progress["env_calls"] += hosts.total({"calls": envs.execution_count() - executed})["calls"]
         if _due(done, config.evaluation.every, config.steps):
             progress["evaluations"].append(_evaluate(setup, state, done, writer))
         progress |= {
@@ -163,7 +183,7 @@ def _train(
             "policy_version": done,
             "tasks_seen": drawn.taken,
             "task_record": drawn.record,
-            "external": dict(asked),
+            "external": hosts.total(asked),
             "seconds": time.time() - began,
         }
         if _due(done, config.checkpoint.every, config.steps):
@@ -186,7 +206,7 @@ def iterate(
     gathered, rehearsed = _sample(setup, state, step, writer, drawn)
     choose.check_masked(gathered.trajectories, config.reward.most_masked)
     if isinstance(setup.responder, players.Simulator):
-        setup.responder.count(gathered.trajectories)
+        setup.responder.count(gathered.trajectories if hosts.first() else ())  # all processes have all of them
     setup.cast.reset()  # the caches make room for the train step
     if (judge := getattr(setup.reward, "model", None)) is not None:
         judge.reset()
@@ -198,8 +218,9 @@ def iterate(
     advantages += [config.fidelity.weight * values for values in advantages_of(rehearsed)[0]]
     state, metrics = learn(setup, state, [*gathered.trained, *rehearsed], advantages)
     metrics |= advantage_stats | players.frozen_stats(setup.cast)
-    for asked, model in (("judge", setup.reward), ("external", setup.responder), ("user", setup.user)):
-        metrics |= {f"{asked}_{name}": float(count) for name, count in dict(getattr(model, "counts", {})).items()}
+    asked = (("judge", setup.reward), ("external", setup.responder), ("user", setup.user))
+    counts = {f"{who}_{name}": n for who, model in asked for name, n in dict(getattr(model, "counts", {})).items()}
+    metrics |= {name: float(count) for name, count in hosts.total(counts).items()}
     metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
     if config.data.filter_zero_variance:
         metrics |= gathered.metrics(config.data.attempts)
@@ -262,8 +283,8 @@ def _batch(
 
 def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainState, Any]:
     """One optimizer step, and its statistics on the device. The state is donated."""
-    device_batch = jax.device_put(batch, sharding.batch_sharding(setup.mesh))
-    counts = jax.device_put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
+    device_batch = hosts.put(batch, sharding.batch_sharding(setup.mesh))
+    counts = hosts.put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
     with jax.transfer_guard("disallow"):
         reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
         return setup.train_step(state, device_batch, reference, counts, setup.base)

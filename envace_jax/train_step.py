@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from envace_jax import moments
+from envace_jax import hosts, moments
 from envace_jax.fused_head import Stats, add_stats, head_loss
 from envace_jax.grpo import (
     DENOMINATORS,
@@ -181,7 +182,7 @@ def init_train_state(
         return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
     shardings = state_shardings(optimizer, params, mesh, param_shardings)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh)), params, opt_state)
+    return TrainState(hosts.put(np.zeros((), np.int32), replicated(mesh)), params, opt_state)
 
 
 # --- log-probabilities of a micro-batch ---

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
+from envace_jax import hosts
 from envace_jax.metrics import MetricsWriter
 from envace_jax.progress import duration
 from envace_jax.rollout import Player
@@ -52,11 +54,11 @@ def warm_up(
         player.sampler.warm_up(player.params, tell)
     del samplers, player  # the parameters make room
     # A batch without tokens moves nothing but the count of batches, which the update donates with the rest.
-    step = jax.device_get(state.step)
+    step = np.array(jax.device_get(state.step))  # its own memory
     for rows in row_shapes:
         tell(f"train step of {rows} rows")
         state = update(state, rows)
-    state = dataclasses.replace(state, step=jax.device_put(step, state.step.sharding, may_alias=False))
+    state = dataclasses.replace(state, step=hosts.put(step, state.step.sharding))
     jax.block_until_ready(state)
     if writer is not None:
         writer.note(f"warm-up: done in {duration(time.time() - began)}")

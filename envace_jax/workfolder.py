@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from envace_jax import config as configuration
-from envace_jax import config_checks
+from envace_jax import config_checks, hosts
 from envace_jax.config import ConfigError, RunConfig, differing_keys
 from envace_jax.metrics import METRICS_FILE, TENSORBOARD_FOLDER, TRAJECTORIES_FILE, last_step, write_json_atomic
 
@@ -118,7 +116,7 @@ def _check_evaluation(workdir: Path, config: RunConfig, before: Mapping[str, Any
 
 def claim(workdir: Path, config: RunConfig) -> None:
     """Keeps the configuration in the folder, which makes it this run's."""
-    if jax.process_index() == 0:
+    if hosts.first():
         write_json_atomic(workdir / CONFIG_FILE, configuration.to_json(config))
 
 

@@ -349,7 +349,7 @@ def test_differing_keys_are_named_and_free_ones_are_not() -> None:
     free = dataclasses.replace(changed(free, "checkpoint", keep=9), steps=run.steps + 1, compilation_cache="off")
     free = dataclasses.replace(free, warm_up=not run.warm_up)
     free = changed(changed(free, "external", urls=("http://h/v1",), retries=1), "reward", timeout_s=1.0)
-    free = changed(free, "user", urls=("http://h/v1",), retries=1)
+    free = changed(changed(free, "user", urls=("http://h/v1",), retries=1), "mesh", data=8)
     assert differing_keys(saved, free) == []
     assert differing_keys(saved, changed(run, "external", cache=True)) == ["external.cache: False -> True"]
     other = dataclasses.replace(changed(run, "optimizer", learning_rate=0.5), seed=run.seed + 1)
