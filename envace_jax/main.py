@@ -149,7 +149,10 @@ def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
     values_given = values["config"].value
     if not isinstance(values_given, config_dict.ConfigDict):
         raise ConfigError(f"--config={path}: its get_config() must return a ConfigDict, such as default_config_dict()")
-    return from_config_dict(values_given), Path(values["workdir"].value or Path("runs") / Path(path).stem)
+    workdir = values["workdir"].value or ""
+    if "://" in workdir:
+        raise ConfigError(f"--workdir={workdir}: an address, not a folder; docs/tpu.md says what will do")
+    return from_config_dict(values_given), Path(workdir or Path("runs") / Path(path).stem)
 
 
 def use_compilation_cache(setting: str) -> None:
@@ -220,8 +223,8 @@ def report(error: BaseException, workdir: Path | None) -> None:
 
 def _with_home(argument: str) -> str:
     """`--config=~/FILE` and `--workdir=~/FOLDER` with the home folder in place: no shell expands a `~` after a `=`."""
-    name, equals, value = argument.partition("=")
-    return f"{name}={local_path(value)}" if equals and name.lstrip("-") in ("config", "workdir") and value else argument
+    name, _, value = argument.partition("=")
+    return f"{name}={local_path(value)}" if name.lstrip("-") in ("config", "workdir") and value[:1] == "~" else argument
 
 
 def _config_file_problem(arguments: Sequence[str], error: BaseException) -> str:

@@ -424,6 +424,10 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path: Path, mon
         (("--config=configs/tiny.py", "--config.grpo"), "give one to grpo.baseline, grpo.scale, "),
         (("--config=configs/tiny.py:foo",), "tiny.py:foo: the file cannot be used: TypeError: get_config() takes 0"),
         (("--config=configs/tiny.py", "--wrkdir=x"), "Did you mean: workdir"),
+        (
+            ("--config=configs/tiny.py", "--workdir=gs://bucket/run"),
+            "--workdir=gs://bucket/run: an address, not a folder",
+        ),
         (("--config=configs/tiny.py", "more"), "unexpected argument 'more'"),
         (("--config=configs/tinny.py",), "--config=configs/tinny.py: no such file; configs holds qwen3_0p6b.py"),
         (("--config=configs",), "--config=configs: no such file"),
