@@ -41,6 +41,7 @@ setup(
         # CPU build to install.
         "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1", "ruff>=0.12", "mypy>=1.15"],
         "tpu": ["jax[tpu]"],
+        "plan": ["libtpu==0.0.52"],  # compiles for TPUs on a machine without one; the one that jax 0.10.2 is made for
         "cuda": ["jax[cuda13]"],
     },
     classifiers=[

@@ -152,6 +152,26 @@ class QwenConfig:
         return config
 
 
+# Of the published models' config.json, for what needs sizes and no weights: https://huggingface.co/Qwen. All six have
+# heads of 128, 8 key/value heads and an embedding of 151,936 rows, of which their tokenizer knows QWEN3_TOKENS.
+QWEN3_TOKENS = 151_669
+QWEN3_STOPS = (151_645, 151_643)  # <|im_end|>, <|endoftext|>
+PUBLISHED: Mapping[str, QwenConfig] = {
+    f"Qwen/Qwen3-{name}": QwenConfig(
+        vocab_size=151_936, width=width, layers=layers, heads=heads, kv_heads=8, head_dim=128, ffn=ffn,
+        tie_embeddings=tied, stop_ids=QWEN3_STOPS,
+    )
+    for name, width, layers, heads, ffn, tied in (
+        ("0.6B", 1024, 28, 16, 3072, True),
+        ("1.7B", 2048, 28, 16, 6144, True),
+        ("4B", 2560, 36, 32, 9728, True),
+        ("8B", 4096, 36, 32, 12288, False),
+        ("14B", 5120, 40, 40, 17408, False),
+        ("32B", 5120, 64, 64, 25600, False),
+    )
+}  # fmt: skip
+
+
 def parameter_count(config: QwenConfig) -> int:
     """The number of parameters, a tied output projection counted once (as model cards do)."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
