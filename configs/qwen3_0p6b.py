@@ -1,9 +1,10 @@
-"""Qwen3-0.6B by world rehearsal, the smallest of the family: for a first look on one accelerator.
+"""Qwen3-0.6B by world rehearsal, the smallest of the family.
 
 Command:  python -m envace_jax.main --config=configs/qwen3_0p6b.py --config.data.source=TASKS.jsonl
 Source:   the authors' 8B settings with the lengths of their 4B example (they did not train this size); lines marked
           "ours" are what they leave open.
-Cost:     not measured; the authors give none for this size.
+Cost:     not measured. docs/tpu.md has what the planner expects of a step on each topology.
+Planned:  v5e:2x4  as it stands
 """
 
 from ml_collections import config_dict
@@ -20,7 +21,7 @@ def get_config() -> config_dict.ConfigDict:
     config.model.param_dtype = "float32"  # ours: at this learning rate a bfloat16 parameter would not move
     config.model.remat = "full"  # ours: rows of 16,000 tokens
 
-    config.mesh.fsdp = 1  # ours; set it to your number of devices
+    config.mesh.fsdp = 8  # ours, as planned
 
     config.data.source = ""  # yours: JSON lines or Parquet in the authors' record format
     config.data.tasks_per_step = 16  # authors
@@ -40,13 +41,14 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 6000  # authors' 4B example
     config.limits.rehearse_response = 6000  # authors' 4B example
 
-    config.sampler.slots = 16  # ours: not sized on a device yet; trajectories take turns
+    config.sampler.slots = 64  # ours, as planned; trajectories take turns
+    config.sampler.pages = 8192  # ours, as planned: of 64 tokens, 524,000 tokens in all
     config.sampler.temperature = 1.0  # authors
     config.sampler.top_p = 1.0  # authors
     config.sampler.max_length = 16000  # authors' 4B example: the context
     config.sampler.prefill_lengths = (128, 512, 2048)  # ours: a longer prompt goes in pieces
     config.sampler.prefill_rows = (1, 4)  # ours: per shard of the slots
-    config.sampler.cache_lengths = (4096, 8192, 16000)  # ours
+    config.sampler.cache_lengths = (16000,)  # with pages there is one length
 
     config.rollout.responder = "rehearsed"  # the method
 
@@ -65,7 +67,7 @@ def get_config() -> config_dict.ConfigDict:
     config.optimizer.clip_norm = 1.0  # authors
 
     config.batch.layout = "packed"  # ours; the objective is the authors' one row per segment
-    config.batch.row_length = 16000  # the longest sequence there can be
+    config.batch.row_length = 16384  # the longest sequence there can be, and a multiple of a kernel's blocks
     config.batch.rows_multiple = 1  # ours: for each shard of the batch, so that any mesh will do
     config.batch.micro_batch_rows = 1  # ours: likewise, one row at a time on every device
     config.batch.row_buckets = (256,)  # ours: one compiled step for most batches; empty rows are skipped

@@ -4,6 +4,7 @@ Command:  python -m envace_jax.main --config=configs/qwen3_0p6b_colab.py
 Source:   configs/qwen3_0p6b.py with a context of 4,096 tokens instead of 16,000: lines marked "ours" are what the
           authors leave open, "shorter" what is theirs at another length. The tasks are those of configs/tiny.py.
 Cost:     not measured; docs/tpu.md has what was planned for one v5e chip.
+Planned:  v5e:1x1  as it stands
 """
 
 from ml_collections import config_dict
@@ -39,14 +40,14 @@ def get_config() -> config_dict.ConfigDict:
     config.limits.act_response = 1024  # shorter
     config.limits.rehearse_response = 1024  # shorter
 
-    config.sampler.slots = 4  # ours: a cache of 4,096 tokens has 0.47 GB, twice for a slot; trajectories take turns
-    config.sampler.cache_rows = 4  # ours: likewise; a stream without one is read again
+    config.sampler.slots = 16  # ours, as planned; trajectories take turns
+    config.sampler.pages = 640  # ours, as planned: of 64 tokens, 40,960 tokens in all
     config.sampler.temperature = 1.0  # authors
     config.sampler.top_p = 1.0  # authors
     config.sampler.max_length = 4096  # shorter: the context
     config.sampler.prefill_lengths = (128, 512, 1024)  # ours: a longer prompt goes in pieces
     config.sampler.prefill_rows = (1, 4)  # ours
-    config.sampler.cache_lengths = (1024, 2048, 4096)  # ours
+    config.sampler.cache_lengths = (4096,)  # with pages there is one length
 
     config.rollout.responder = "rehearsed"  # the method
 
