@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from envace_jax.rewards import choose
 from envace_jax.roles import Prompts
 from envace_jax.sampling import Sampler
 from envace_jax.train_step import TrainStepConfig
-from envace_jax.types import Params, Policy, TrainBatch, TrainState
+from envace_jax.types import Params, Policy
 
 
 def make_policy(config: RunConfig, model: qwen.QwenConfig, mesh: Mesh) -> Policy:
@@ -92,8 +91,8 @@ class Steps:
     """What updates parameters: the optimizer, and the jitted steps of `train_step.py`."""
 
     optimizer: optax.GradientTransformation
-    train: Callable[..., tuple[TrainState, Any]]
-    score: Callable[[Params, TrainBatch], jax.Array]
+    train: Any  # (state, batch, ...) -> (state, stats), see `make_train_step`
+    score: Any  # (params, batch) -> f32[B, T], see `make_score_step`
 
 
 def make_steps(config: RunConfig, policy: Policy, vocabulary: int, mesh: Mesh, shardings: Any) -> Steps:

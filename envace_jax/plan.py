@@ -99,10 +99,10 @@ def read_flags(arguments: Sequence[str]) -> Flags:
             raise
         config, _ = main.read_flags([*rest, f"--config.data.source={NO_DATA}"])
     file = next(a.partition("=")[2] for a in reversed(rest) if a.lstrip("-").startswith("config="))
-    return Flags(
-        config, file, own["topology"].value, own["json"].value, own["search"].value, own["trained_tokens"].value,
-        own["sampled_tokens"].value,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        name: own[name].value for name in ("topology", "json", "search", "trained_tokens", "sampled_tokens")
+    }
+    return Flags(config, file, **given)
 
 
 def _tell(what: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 from envace_jax import chips, config_checks, planning, programs, roofline
 from envace_jax.advice import MOMENT_BYTES, WIDTH
@@ -21,7 +21,7 @@ from envace_jax.planning import Plan
 TRIED = 4  # candidates that are compiled
 ROOM = 0.92  # of the HBM that an estimate may take, since it leaves things out
 MICRO_BATCH_ROWS = (1, 2)
-REMAT = ("dots", "full")
+REMAT: tuple[Literal["dots", "full"], ...] = ("dots", "full")
 TENSOR = (1, 2, 4, 8, 16, 32)
 SLOTS = (8, 16, 32, 64, 128, 256)
 
@@ -98,7 +98,7 @@ def candidates(config: RunConfig, model: QwenConfig, count: int) -> Iterator[Run
             mesh=dataclasses.replace(config.mesh, data=1, fsdp=fsdp, tensor=tensor),
             batch=dataclasses.replace(config.batch, micro_batch_rows=rows, rows_multiple=rows),
             model=dataclasses.replace(config.model, remat=remat),
-            optimizer=dataclasses.replace(config.optimizer, moments_dtype=moments, offload=offload),
+            optimizer=dataclasses.replace(config.optimizer, moments_dtype=cast(Any, moments), offload=offload),
             sampler=dataclasses.replace(
                 config.sampler, slots=slots, cache_rows=0, pages=pages_for(config, slots, fsdp)
             ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -109,9 +110,10 @@ def compile_program(name: str, phase: str, lowered: jax.stages.Lowered, devices:
         peak = int(float(needed[1]) * 1024 ** (1 + "KMG".index(needed[2]))) if needed else 0
         return Compiled(name, phase, peak, seconds=time.time() - began, error=text), None
     took, memory = time.time() - began, compiled.memory_analysis()
+    assert memory is not None  # every compiler that is planned for states it
     traffic = None
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # libtpu cannot print the modules of every topology
-        traffic = traffic_of(compiled.as_text(), devices)
+        traffic = traffic_of(compiled.as_text() or "", devices)
     # A compiler that states no peak (a CPU's) is taken to hold all that it states at once.
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     whole += memory.temp_size_in_bytes
@@ -123,6 +125,10 @@ def compile_program(name: str, phase: str, lowered: jax.stages.Lowered, devices:
         aliased=memory.alias_size_in_bytes, temporaries=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes, host=memory.host_argument_size_in_bytes,
     ), compiled  # fmt: skip
+
+
+def _given(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    return lowered
 
 
 # --- the plan ---
@@ -238,7 +244,7 @@ def _compile_all(made: Programs, tell: Callable[[str], None]) -> tuple[list[Comp
             bytes_of(decoding),
         )
         for name, lowered in made.sampling(decoding).items():
-            executable = one(name, "rollout", lambda lowered=lowered: lowered)
+            executable = one(name, "rollout", functools.partial(_given, lowered))
             if executable is not None:
                 parts["key-value cache"] = _donated(lowered, executable)
     shape = made.batch.tokens.shape

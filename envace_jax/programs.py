@@ -93,7 +93,12 @@ class Programs:
     def sampling(self, decoding: Params) -> dict[str, jax.stages.Lowered]:
         """The largest prefill and the largest decode of the sampler, for parameters at their places."""
         names: list[str] = []
-        self.sampler.lowered(decoding, wanted=lambda name: bool(names.append(name)))  # lists and lowers nothing
+
+        def listed(name: str) -> bool:
+            names.append(name)
+            return False
+
+        self.sampler.lowered(decoding, wanted=listed)  # lowers nothing
         last = {name.split()[0].rstrip(","): name for name in names}  # sizes ascend
         return self.sampler.lowered(decoding, wanted=lambda name: name in (last["prefill"], last["decode"]))
 
@@ -152,7 +157,8 @@ def make(config: RunConfig, mesh: Mesh) -> Programs:
 def abstract_state(optimizer: Any, params: Params, mesh: Mesh, places: Any) -> TrainState:
     """Shapes and places of what the train step takes and gives back."""
     where = train_step.state_shardings(optimizer, params, mesh, places)
-    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = TrainState(step, params, jax.eval_shape(optimizer.init, params))
     return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, where)
 
 

@@ -12,7 +12,7 @@ from model_helpers import full_logits
 from train_helpers import ROOT
 
 from envace_jax import lora as adapters
-from envace_jax.models import hf, int8, qwen
+from envace_jax.models import hf, int8, layers
 from envace_jax.models.qwen import make_policy, param_shapes
 
 BASE = ROOT / "envace_jax" / "assets" / "tiny_base"
@@ -54,10 +54,10 @@ def test_the_product_and_its_gradient_are_those_of_the_dequantised_matrix(inputs
     def loss(x, product):
         return jnp.sum(jnp.sin(product(x)))
 
-    got = jax.value_and_grad(loss)(x, lambda x: qwen._frozen_product(x, whole, scale, inputs))
+    got = jax.value_and_grad(loss)(x, lambda x: layers._frozen_product(x, whole, scale, inputs))
     want = jax.value_and_grad(loss)(x, lambda x: jnp.tensordot(x, plain, inputs))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
-    half = qwen._frozen_product(x.astype(jnp.bfloat16), whole, scale, inputs)
+    half = layers._frozen_product(x.astype(jnp.bfloat16), whole, scale, inputs)
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(np.float32), jnp.tensordot(x, plain, inputs), rtol=0.05, atol=0.1)
 

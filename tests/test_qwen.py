@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import VOCAB, full_logits, greedy, loaded, reference_logits, reference_model
 
-from envace_jax.models import qwen
+from envace_jax.models import layers
 from envace_jax.models.attention import looked_up_angles, rotary_angles, rotate
 from envace_jax.models.block_attention import attend
 from envace_jax.models.qwen import QwenConfig, logical_axes, make_policy, param_shapes, parameter_count
@@ -352,7 +352,7 @@ def test_a_projections_gradient_is_what_autodiff_gives(inputs: int, shape: tuple
         return jax.grad(lambda x, kernel: jnp.sum(weight * product(x, kernel)), (0, 1))(x, kernel)
 
     for got, want in zip(
-        loss(lambda x, kernel: qwen._product(x, kernel, inputs)),
+        loss(lambda x, kernel: layers._product(x, kernel, inputs)),
         loss(lambda x, kernel: jnp.tensordot(x, kernel, axes=inputs)),
         strict=True,
     ):

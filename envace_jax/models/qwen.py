@@ -1,14 +1,14 @@
 """The network: Qwen3's dense decoder, with switches that also give Qwen2.5 and Llama-layout models.
 
-Flax modules define one layer and what surrounds the layers; `make_policy` splits them once into definitions and returns
-pure functions over a nested dict of arrays, layers stacked on axis 0. Knows nothing of tokenizers, sampling or losses.
+Flax modules define one layer and what surrounds the layers (`layers.py`); `make_policy` splits them into definitions
+and returns pure functions over a nested dict of arrays, layers stacked on axis 0 (`trees.py`). Knows nothing of
+tokenizers, sampling or losses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +21,10 @@ from jax.sharding import Mesh
 from envace_jax import lora as adapters
 from envace_jax import sharding
 from envace_jax.lora import Lora
-from envace_jax.models import attention, decode_layout, embedding, int8, kernels, layer_scan, paged_attention
+from envace_jax.models import attention, decode_layout, embedding, int8, kernels, layer_scan, paged_attention, trees
 from envace_jax.models.config import QwenConfig, parameter_count
+from envace_jax.models.layers import Ends, Layer
+from envace_jax.models.trees import logical_axes, param_shapes, shardings
 from envace_jax.types import KVCache, PagedCache, Params, Policy
 
 __all__ = [
@@ -52,291 +54,6 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 TRANSPOSED_HEAD = decode_layout.TRANSPOSED_HEAD
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
-Move = Callable[[jax.Array], jax.Array]  # to another layout on the mesh
-
-
-def _same(x: jax.Array) -> jax.Array:
-    return x
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32; scale f32[size]."""
-
-    def __init__(self, size: int, axis: str, eps: float) -> None:
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(axis,))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
-    """x [..., *in] with kernel [*in, *out] -> [..., *out]; `inputs` is the number of axes in."""
-    return jnp.tensordot(x, kernel, axes=inputs)
-
-
-def _product_forward(x: jax.Array, kernel: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(x, kernel, inputs), (x, kernel)
-
-
-def _product_backward(
-    inputs: int, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What autodiff gives, but in the gradient of the kernel the narrower factor is the one to be transposed.
-
-    Autodiff transposes the cotangent; where that is a wide feed-forward activation, computed in the same fusion, a CPU
-    spends more on it than on the product.
-    """
-    x, kernel = residuals
-    outputs = kernel.ndim - inputs
-    d_x = jnp.tensordot(cotangent, kernel, axes=(tuple(range(-outputs, 0)),) * 2)
-    rows = tuple(range(x.ndim - inputs))
-    if math.prod(kernel.shape[:inputs]) <= math.prod(kernel.shape[inputs:]):
-        return d_x, jnp.tensordot(x, cotangent, axes=(rows, rows))
-    d_kernel = jnp.tensordot(cotangent, x, axes=(rows, rows))
-    return d_x, jnp.moveaxis(d_kernel, range(outputs), range(-outputs, 0))
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _frozen_product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None, inputs: int) -> jax.Array:
-    """`_product` with a kernel that has no gradient: any dtype, or int8 with scale f32[*out].
-
-    Integers are exact in either compute dtype, and the scale multiplies what comes out: no dequantised kernel is kept.
-    """
-    out = jnp.tensordot(x, kernel.astype(x.dtype), axes=inputs)
-    return out if scale is None else (out * scale).astype(x.dtype)
-
-
-def _frozen_forward(
-    x: jax.Array, kernel: jax.Array, scale: jax.Array | None, inputs: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return _frozen_product(x, kernel, scale, inputs), (kernel, scale)
-
-
-def _frozen_backward(
-    inputs: int, residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    kernel, scale = residuals
-    outputs = kernel.ndim - inputs
-    scaled = cotangent if scale is None else (cotangent * scale).astype(cotangent.dtype)
-    d_x = jnp.tensordot(scaled, kernel.astype(cotangent.dtype), axes=(tuple(range(-outputs, 0)),) * 2)
-    return d_x, None, None
-
-
-_frozen_product.defvjp(_frozen_forward, _frozen_backward)
-
-
-def _adapter_in(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], inputs: int, rank: int, rngs: nnx.Rngs
-) -> nnx.Param:
-    """A [*in, rank] as PEFT begins it: Kaiming's uniform distribution with a = sqrt(5)."""
-    bound = math.prod(shape[:inputs]) ** -0.5
-    uniform = jax.random.uniform(rngs.params(), (*shape[:inputs], rank), jnp.float32, -bound, bound)
-    return nnx.Param(uniform, axes=(*axes[:inputs], None))
-
-
-class Matrix(nnx.Module):
-    """A projection whose input and output may have several axes; `inputs` of the kernel's axes are contracted.
-
-    With a `lora` the kernel is frozen, and an adapter is added where `adapted`; `quantized` is the layout of `int8`.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        inputs: int,
-        std: float,
-        rngs: nnx.Rngs,
-        bias: bool = False,
-        lora: Lora | None = None,
-        adapted: bool = False,
-        quantized: bool = False,
-    ) -> None:
-        self.inputs = inputs
-        self.frozen = quantized or lora is not None
-        self.lora_scale = 0.0 if lora is None else lora.scale
-        key = rngs.params()
-        kernel = jnp.zeros(shape, jnp.int8) if quantized else std * jax.random.normal(key, shape, jnp.float32)
-        self.kernel = nnx.Param(kernel, axes=axes)
-        self.kernel_scale = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:]) if quantized else None
-        self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32), axes=axes[inputs:]) if bias else None
-        self.lora_a = _adapter_in(shape, axes, inputs, lora.rank, rngs) if lora is not None and adapted else None
-        second = (0 if lora is None else lora.rank, *shape[inputs:])
-        self.lora_b = nnx.Param(jnp.zeros(second, jnp.float32), axes=(None, *axes[inputs:])) if adapted else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        out = checkpoint_name(self._times(x), "projection")
-        return out if self.bias is None else out + self.bias[...].astype(x.dtype)
-
-    def _times(self, x: jax.Array) -> jax.Array:
-        if not self.frozen:
-            return _product(x, self.kernel[...].astype(x.dtype), self.inputs)
-        scale = None if self.kernel_scale is None else self.kernel_scale[...]
-        out = _frozen_product(x, self.kernel[...], scale, self.inputs)
-        if self.lora_a is None or self.lora_b is None:
-            return out
-        low = _product(x, self.lora_a[...].astype(x.dtype), self.inputs) * self.lora_scale
-        return out + _product(low, self.lora_b[...].astype(x.dtype), 1)
-
-
-class Layer(nnx.Module):
-    """One decoder layer: attention and SwiGLU feed-forward, each behind a norm and added to its input.
-
-    `fused` is the layout for decoding: the projections that read the same input are one matrix (`_fuse`).
-    """
-
-    def __init__(
-        self,
-        config: QwenConfig,
-        rngs: nnx.Rngs,
-        fused: bool = False,
-        lora: Lora | None = None,
-        quantized: bool = False,
-    ) -> None:
-        width, ffn = config.width, config.ffn
-
-        def matrix(
-            name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], inputs: int = 1, bias: bool = False
-        ) -> Matrix:
-            adapted = lora is not None and lora.adapts(name)
-            return Matrix(shape, axes, inputs, config.init_std, rngs, bias, lora, adapted, quantized)
-
-        def heads_in(name: str, *shape: int, axes: tuple[str | None, ...]) -> Matrix:
-            axes = ("embed", *axes, "head_dim")
-            return matrix(name, (width, *shape, config.head_dim), axes, bias=config.qkv_bias)
-
-        self.fused = fused
-        self.attention_norm = RMSNorm(width, "embed", config.norm_eps)
-        if fused:
-            group = config.heads // config.kv_heads + 2
-            self.query_key_value = heads_in("query_key_value", config.kv_heads, group, axes=("kv_heads", None))
-        else:
-            self.query = heads_in("query", config.heads, axes=("heads",))
-            self.key = heads_in("key", config.kv_heads, axes=("kv_heads",))
-            self.value = heads_in("value", config.kv_heads, axes=("kv_heads",))
-        self.query_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_dim, "head_dim", config.norm_eps) if config.qk_norm else None
-        out_shape = (config.heads, config.head_dim, width)
-        self.out = matrix("out", out_shape, ("heads", "head_dim", "embed"), 2)
-        self.ffn_norm = RMSNorm(width, "embed", config.norm_eps)
-        if fused:
-            self.gate_up = matrix("gate_up", (width, 2, ffn), ("embed", None, "mlp"))
-        else:
-            self.gate = matrix("gate", (width, ffn), ("embed", "mlp"))
-            self.up = matrix("up", (width, ffn), ("embed", "mlp"))
-        self.down = matrix("down", (ffn, width), ("mlp", "embed"))
-
-    def project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, whole: Move = _same
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [B,T,N,H], rotated keys and values [B,T,K,H] of hidden states [B,T,D].
-
-        `whole` brings all positions to every device where the hidden states are spread over them.
-        """
-        normed = whole(self.attention_norm(x))
-        if self.fused:
-            together = self.query_key_value(normed)  # [B, T, K, G + 2, H]
-            query = together[..., :-2, :].reshape(*x.shape[:2], -1, together.shape[-1])
-            key, value = together[..., -2, :], together[..., -1, :]
-        else:
-            query, key, value = self.query(normed), self.key(normed), self.value(normed)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return attention.rotate(query, cos, sin), attention.rotate(key, cos, sin), value
-
-    def finish(self, x: jax.Array, attended: jax.Array, whole: Move = _same, spread: Move = _same) -> jax.Array:
-        """Adds the attention's result [B,T,N,H] and the feed-forward to hidden states [B,T,D].
-
-        `spread` is `whole`'s inverse, for what is added to the hidden states.
-        """
-        x = x + spread(self.out(attended))
-        normed = whole(self.ffn_norm(x))
-        if self.fused:
-            both = self.gate_up(normed)  # [B, T, 2, F]
-            gate, up = both[..., 0, :], both[..., 1, :]
-        else:
-            gate, up = self.gate(normed), self.up(normed)
-        return x + spread(self.down(jax.nn.silu(gate) * up))
-
-
-class Ends(nnx.Module):
-    """What surrounds the layers: token embedding [V, D], final norm, and the output projection where it is not tied."""
-
-    def __init__(self, config: QwenConfig, rngs: nnx.Rngs) -> None:
-        size = (config.vocab_size, config.width)
-        self.embedding = nnx.Param(
-            config.init_std * jax.random.normal(rngs.params(), size, jnp.float32), axes=("vocab", "embed")
-        )
-        self.norm = RMSNorm(config.width, "embed", config.norm_eps)
-        self.head = None if config.tie_embeddings else Matrix(size[::-1], ("embed", "vocab"), 1, config.init_std, rngs)
-
-
-@functools.cache
-def _split_layer(
-    config: QwenConfig, fused: bool = False, lora: Lora | None = None, quantized: bool = False
-) -> tuple[Any, Any]:
-    """(definition, abstract state) of one layer; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0), fused, lora, quantized)))
-
-
-def _split_ends(config: QwenConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(params=0))))
-
-
-def _init(config: QwenConfig, key: jax.Array, lora: Lora | None = None, quantized: bool = False) -> Params:
-    layers_key, ends_key = jax.random.split(key)
-
-    def one_layer(layer_key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(Layer(config, nnx.Rngs(params=layer_key), False, lora, quantized)))
-
-    layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.layers))
-    return nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(params=ends_key)))) | {"layers": layers}
-
-
-def param_shapes(config: QwenConfig, lora: Lora | None = None, quantized: bool = False) -> Params:
-    """The parameters as `jax.ShapeDtypeStruct` (float32); nothing is allocated.
-
-    With a `lora` its adapters are among them, to be told apart by `lora.split`. `quantized`: the layers' matrices are
-    int8, with scales.
-    """
-    return jax.eval_shape(lambda key: _init(config, key, lora, quantized), jax.random.key(0))
-
-
-def _names(state: Any) -> Params:
-    """Logical axes of a module's parameters."""
-
-    def axes(variable: nnx.Variable) -> tuple[str, ...]:
-        return variable.get_metadata("axes")
-
-    return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
-
-
-def logical_axes(config: QwenConfig, lora: Lora | None = None, quantized: bool = False) -> Params:
-    """A tree like the parameters whose leaves are tuples of logical axis names (`sharding.RULES`)."""
-    layer, ends = _names(_split_layer(config, False, lora, quantized)[1]), _names(_split_ends(config)[1])
-    stacked = jax.tree.map(lambda leaf: ("layers", *leaf), layer, is_leaf=lambda node: isinstance(node, tuple))
-    return ends | {"layers": stacked}
-
-
-def shardings(config: QwenConfig, mesh: Mesh, lora: Lora | None = None, quantized: bool = False) -> Params:
-    """A tree like the parameters of `NamedSharding`; a dimension that its mesh axis does not divide stays whole."""
-    shapes = param_shapes(config, lora, quantized)
-    return sharding.param_shardings(mesh, logical_axes(config, lora, quantized), shapes)
-
-
-def _unstack(layers: Params, count: int) -> list[Params]:
-    """One tree per layer. A split, because its gradient is one concatenation instead of a sum of padded arrays."""
-    leaves, structure = jax.tree.flatten(layers)
-    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * count, axis=0)] for leaf in leaves]
-    return [jax.tree.unflatten(structure, [piece[index] for piece in pieces]) for index in range(count)]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Network:
@@ -355,14 +72,14 @@ class _Network:
 
     def init(self, key: jax.Array) -> Params:
         places = None if self.mesh is None else shardings(self.config, self.mesh)
-        return jax.jit(lambda key: _init(self.config, key), out_shardings=places)(key)
+        return jax.jit(lambda key: trees.init(self.config, key), out_shardings=places)(key)
 
     def init_adapters(self, key: jax.Array) -> Params:
         def own(tree: Params) -> Params:
             return adapters.split(tree)[1]
 
         places = None if self.mesh is None else own(shardings(self.config, self.mesh, self.lora))
-        return jax.jit(lambda key: own(_init(self.config, key, self.lora)), out_shardings=places)(key)
+        return jax.jit(lambda key: own(trees.init(self.config, key, self.lora)), out_shardings=places)(key)
 
     def apply(
         self,
@@ -455,7 +172,7 @@ class _Network:
         return self._rows(layer.finish(x, attended, self._whole, self._spread), "sequence")
 
     def _apart(self, layers: Any) -> Any:
-        return layers if isinstance(layers, tuple) else _unstack(layers, self.config.layers)
+        return layers if isinstance(layers, tuple) else trees.unstack(layers, self.config.layers)
 
     @property
     def adds_gradients(self) -> bool:
@@ -505,7 +222,7 @@ class _Network:
         """The module of one layer, of the kind that its parameters are."""
         lora = self.lora if adapters.has_adapters(params) else None
         quantized = int8.SCALE in params["down"]
-        return nnx.merge(_split_layer(self.config, "gate_up" in params, lora, quantized)[0], params)
+        return nnx.merge(trees.split_layer(self.config, "gate_up" in params, lora, quantized)[0], params)
 
     def _over_pages(
         self, layers: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: PagedCache, valid: jax.Array
@@ -523,7 +240,7 @@ class _Network:
 
         carry = (x, cache.pages)
         if self.written_out:
-            layers = layers if isinstance(layers, tuple) else _unstack(layers, self.config.layers)
+            layers = layers if isinstance(layers, tuple) else trees.unstack(layers, self.config.layers)
             for number, layer in enumerate(layers):
                 carry, _ = body(carry, (layer, number))
         else:
@@ -545,7 +262,7 @@ class _Network:
     def decoding_layers(self, layers: Params) -> Any:
         """Layers (stacked) as parameters for decoding have them."""
         fused = decode_layout.fuse(layers, self.config) if decode_layout.fuses(self.mesh) else layers
-        return tuple(_unstack(fused, self.config.layers)) if self.written_out else fused
+        return tuple(trees.unstack(fused, self.config.layers)) if self.written_out else fused
 
     def decoding_parts(self, layers: Params, embedding: jax.Array) -> Params:
         """What parameters for decoding hold in place of, or beside, the others."""
@@ -582,8 +299,8 @@ class _Network:
         return decode_layout.Layout(
             mesh=self.mesh,
             training=shardings(self.config, self.mesh, None, quantized),
-            ends=_names(_split_ends(self.config)[1]),
-            layer=_names(_split_layer(self.config, decode_layout.fuses(self.mesh), None, quantized)[1]),
+            ends=trees.names_of(trees.split_ends(self.config)[1]),
+            layer=trees.names_of(trees.split_layer(self.config, decode_layout.fuses(self.mesh), None, quantized)[1]),
             apart=self.config.layers if self.written_out else 0,
         )
 
@@ -704,7 +421,7 @@ def make_policy(
         layer_axes={jax.tree_util.keystr(path): axes[1:] for path, axes in layer_axes},
         kernel=paged_attention.use_kernel(attention, mesh, config.head_dim),
         lora=lora,
-        ends_definition=_split_ends(config)[0],
+        ends_definition=trees.split_ends(config)[0],
     )
     return Policy(
         init=network.init,
