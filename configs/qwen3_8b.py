@@ -5,7 +5,7 @@ Source:   the authors' released training settings for 8B; lines marked "ours" ar
 Cost:     authors: 8.5 minutes a step on 16 GPUs of 96 GB. Ours is not measured; docs/tpu.md has what is expected.
 Planned:  v5e:4x4  as it stands
           v5e:2x4  --config.mesh.fsdp=1 --config.mesh.tensor=8
-                   --config.optimizer.moments_dtype=bfloat16 --config.optimizer.offload=True
+                   --config.optimizer.moments_dtype=bfloat16
                    --config.sampler.pages=4096
           v6e:2x4  --config.mesh.fsdp=2 --config.mesh.tensor=4
           v5p:2x2x2  --config.mesh.fsdp=2 --config.mesh.tensor=4 --config.sampler.slots=64
