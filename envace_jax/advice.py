@@ -50,7 +50,7 @@ def _training(plan: Plan) -> Iterator[Suggestion]:
     temporary = step.temporaries or max(0, step.peak - state)
     now = config.optimizer.moments_dtype
     for dtype, width in MOMENT_BYTES.items():
-        if width < MOMENT_BYTES[now]:
+        if width < MOMENT_BYTES[now] and not config.optimizer.offload:
             saves = int(moments * (1 - width / MOMENT_BYTES[now]))
             yield Suggestion(f"--config.optimizer.moments_dtype={dtype}", saves, "moments are rounded")
     rows = config.batch.micro_batch_rows
@@ -58,7 +58,7 @@ def _training(plan: Plan) -> Iterator[Suggestion]:
         yield Suggestion(
             "--config.batch.micro_batch_rows=1", int(temporary * (1 - 1 / rows) * 0.7), "more, smaller micro-batches"
         )
-    if config.model.remat != "full":
+    if config.model.remat in ("none", "dots"):
         yield Suggestion("--config.model.remat=full", int(temporary * 0.6), "each layer's forward pass runs twice")
     if config.batch.logprob_chunk > 256:
         chunk = config.batch.logprob_chunk
@@ -125,7 +125,7 @@ def least_pages(config: RunConfig) -> int:
 
 def _resident(plan: Plan) -> Iterator[Suggestion]:
     moments = plan.parts["optimizer"].device
-    if moments:
+    if moments and not plan.config.optimizer.offload:  # the counts of updates stay on the chip
         yield Suggestion(
             "--config.optimizer.offload=True", moments, "the optimizer's state goes to host memory and back each step"
         )

@@ -98,7 +98,8 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         if "data.source: empty" not in str(error):
             raise
         config, _ = main.read_flags([*rest, f"--config.data.source={NO_DATA}"])
-    file = next(a.partition("=")[2] for a in reversed(rest) if a.lstrip("-").startswith("config="))
+    pairs = zip(rest, [*rest[1:], ""], strict=True)  # --config=FILE, or --config FILE
+    file = [a.partition("=")[2] or after for a, after in pairs if a.lstrip("-").partition("=")[0] == "config"][-1]
     given: dict[str, Any] = {
         name: own[name].value for name in ("topology", "json", "search", "trained_tokens", "sampled_tokens")
     }

@@ -277,7 +277,8 @@ def phases_of(compiled: Sequence[Compiled], parts: Mapping[str, Bytes], own: int
     for program in compiled:
         needed, beside = program.peak, dict(reference)
         if program.name.startswith("score"):
-            beside = dict(state)
+            # What it scores by is its argument: the reference, which with LoRA is the base.
+            beside = {name: size for name, size in state.items() if name != "frozen base"}
         elif program.phase == "reshard":
             # What is passed on as it is counts as a result of the program, and is not copied in a run.
             needed, beside["optimizer"] = needed - own, state["optimizer"]

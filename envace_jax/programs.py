@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from envace_jax import config as configuration
 from envace_jax import config_checks, parts, sharding, train_step
 from envace_jax.batching import make_batch
-from envace_jax.buckets import row_shapes
+from envace_jax.buckets import row_shapes, row_tokens
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.grpo import ROLES
 from envace_jax.lora import joined
@@ -173,7 +173,8 @@ def abstract_batch(config: RunConfig, mesh: Mesh, rows: int | None = None) -> Tr
     """Shapes and places of a training batch of `rows` rows, by the function that makes the run's batches."""
     shards = sharding.axis_size(mesh, sharding.BATCH_AXES)
     one, _ = make_batch(
-        [], [], layout=config.batch.layout, row_length=config.batch.row_length, rows_multiple=shards, pad_id=0
-    )
+        [], [], layout=config.batch.layout, row_length=row_tokens(config.batch.row_length), rows_multiple=shards,
+        pad_id=0,
+    )  # fmt: skip
     count, place = rows_of(config, mesh) if rows is None else rows, sharding.batch_sharding(mesh)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=place), one)

@@ -321,6 +321,8 @@ def loss_and_gradient(
     denominators = count_denominators(batch.loss_mask, batch.role, config.denominator, role_tokens)
     micro, shards = split((batch, ref_logprobs), config.micro_batch_rows, mesh)
     adds = policy.adds_gradients and config.loss in TOKENWISE and base is None
+    # Sums that pass through a gradient have the parameters' dtype: in bfloat16 they would be rounded at every addition.
+    adds = adds and all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params["layers"]))
 
     def part(one: tuple[TrainBatch, jax.Array | None], totals: Any = None) -> tuple[jax.Array, Params, Stats]:
         def of_params(p: Params) -> tuple[jax.Array, Stats]:
