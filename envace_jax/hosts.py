@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,10 +112,14 @@ def _several_around() -> bool:
     """Whether the environment (a TPU pod, SLURM, Open MPI, Kubernetes) says that this process is one of several."""
     from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` asks; it has no public name
 
-    found = next(
-        (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method and env.is_env_present()), None
-    )
-    return found is not None and found.get_process_count() > 1
+    try:
+        found = next(
+            (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method and env.is_env_present()), None
+        )
+        return found is not None and found.get_process_count() > 1
+    except Exception as error:  # asks a metadata server or Kubernetes, which need not answer
+        print(f"alone, as the environment names no other process: {_first_line(error)}", file=sys.stderr, flush=True)
+        return False
 
 
 def _first_line(error: BaseException) -> str:
@@ -135,6 +140,14 @@ def count() -> int:
 
 def index() -> int:
     return jax.process_index()
+
+
+def index_or_0() -> int:
+    """`index` where there is one: before the start, and where there are no devices, there is none."""
+    try:
+        return jax.process_index() if started() else 0
+    except RuntimeError:
+        return 0
 
 
 def first() -> bool:

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
         config, workdir = read_flags(arguments)
         use_compilation_cache(config.compilation_cache)
         hosts.start(launch)
+        find_devices()
         together = watch.begin(functools.partial(stopped, workdir))
         with hosts.only_first_speaks(), stopping.listening(together.leave if together else os._exit) as signals:
             check_same(config, workdir)
@@ -66,11 +67,12 @@ def main(arguments: Sequence[str], reward: Reward | None = None) -> int:
 
             from envace_jax import train  # after the checks, so that a typing mistake is answered at once
 
-            train.run(config, mesh, workdir, reward, signals.asked)
-            hosts.exchange("all are through")
-    except stopping.Stopped:
-        if hosts.first():
-            print(stopped(workdir), file=sys.stderr)
+            try:
+                train.run(config, mesh, workdir, reward, signals.asked)
+            except stopping.Stopped:
+                if hosts.first():
+                    print(stopped(workdir), file=sys.stderr)
+            hosts.exchange("all are through")  # until then all watch each other
     except (ValueError, OSError) as error:
         if not is_message(error):
             _end_all(together, error)
@@ -168,12 +170,23 @@ def use_compilation_cache(setting: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def prepare_devices(config: RunConfig) -> Mesh:
-    """The mesh over the first devices; says which there are. Raises ConfigError when they do not suffice."""
+def find_devices() -> list[jax.Device]:
+    """All devices of all processes; nothing before this may ask for one. Raises UserError where there are none."""
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a backend that was asked for is not there
+    except RuntimeError as error:  # a backend that was asked for is not there, or another process holds it
         raise UserError(f"no devices: {str(error).splitlines()[0]}") from error
+    if hosts.count() > 1 and not hosts.started():  # a TPU tells of a slice by itself
+        raise UserError(
+            f"these devices belong to {hosts.count()} processes, and the others were not found; give --coordinator, "
+            "--processes and --process (docs/hosts.md)"
+        )
+    return devices
+
+
+def prepare_devices(config: RunConfig) -> Mesh:
+    """The mesh over the first devices; says which there are. Raises ConfigError when they do not suffice."""
+    devices = find_devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     several = f" of {hosts.count()} processes" if hosts.count() > 1 else ""
     counted = f"{len(devices)} device{'s' * (len(devices) > 1)}{several}"
@@ -183,7 +196,7 @@ def prepare_devices(config: RunConfig) -> Mesh:
         wanted = math.prod(sizes)
         # One process may leave devices unused; of several none may be without a part of the mesh.
         mesh = make_mesh(*sizes, devices=devices[:wanted] if not several and wanted < len(devices) else None)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # the second: a TPU's wiring has no such mesh
         raise ConfigError(f"config.mesh: {error}") from error
     shape = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     print(f"mesh {shape}: {mesh.size} of {len(devices)} devices", flush=True)
@@ -211,7 +224,7 @@ def stopped(workdir: Path | None) -> str:
 
 def report(error: BaseException, workdir: Path | None) -> None:
     """Prints the error's lines on stderr; the work folder gets the traceback of one that is not about the settings."""
-    number = hosts.index() if hosts.started() else 0
+    number = hosts.index_or_0()
     who = f"process {number}: " if number else ""
     for line in str(error).splitlines():
         print(f"error: {who}{line}", file=sys.stderr)

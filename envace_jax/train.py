@@ -90,6 +90,7 @@ def run(
     """
     began = time.time()
     workfolder.check(workdir, config)
+    workfolder.check_shared(workdir)
     with contextlib.ExitStack() as opened:
         if reward is None:
             reward = opened.enter_context(choose.chosen(config.reward, workdir, config.seed))
@@ -161,6 +162,8 @@ def _train(
         asked.update(progress.get("external", {}))
     drawn = Drawn(progress.get("tasks_seen", 0), dict(progress.get("task_record", {})))
     if first == 0:
+        if any(hosts.exchange(stop())):  # a warm-up may have lasted
+            raise Stopped(0)
         progress["evaluations"].append(_evaluate(setup, state, 0, writer))
     for step in range(first, config.steps):
         if any(hosts.exchange(stop())):

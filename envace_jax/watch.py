@@ -35,7 +35,11 @@ ENDED, ALIVE, GONE = f"{FOLDER}ended", f"{FOLDER}alive/", f"{FOLDER}gone/"
 
 # How errors of the runtime begin.
 CODES = "(UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|FAILED_PRECONDITION|RESOURCE_EXHAUSTED): "
-SPEAK = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
+# It outlives a signal that is sent to all processes of a job.
+SPEAK = (
+    "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
+)
 
 
 class Table(Protocol):
@@ -227,8 +231,9 @@ class LastWords:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(b"no need\n")
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # killed before: then nobody speaks
+            self._process.stdin.write(b"no need\n")
+            self._process.stdin.close()
         self._process.wait()
 
     def leave(self, code: int) -> None:

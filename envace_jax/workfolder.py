@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,22 @@ def check(workdir: Path, config: RunConfig) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"--workdir={workdir}: cannot be written: {error.strerror}") from error
+
+
+def check_shared(workdir: Path) -> None:
+    """Raises ConfigError where not all processes see one folder: else the first checkpoint waits for parts that never
+    come. A collective."""
+    told = hosts.exchange(f".shared.{uuid.uuid4().hex}")[0]
+    if hosts.first() and hosts.count() > 1:
+        (workdir / told).touch()
+    hosts.exchange("it is there")
+    missing = [process for process, seen in enumerate(hosts.exchange((workdir / told).exists())) if not seen]
+    (workdir / told).unlink(missing_ok=True)
+    if missing and hosts.count() > 1:
+        raise ConfigError(
+            f"--workdir={workdir}: process {missing[0]} does not see what process 0 writes there; with several hosts "
+            "it must be one folder that all share (docs/hosts.md)"
+        )
 
 
 def check_continued(
