@@ -406,6 +406,7 @@ def test_sigterm_asks_and_a_second_signal_ends_at_once(capsys):
 
 def test_ctrl_c_interrupts_and_a_second_ends_at_once():
     left: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with stopping.listening(left.append) as signals:
         for number in range(2):
             with pytest.raises(KeyboardInterrupt):
@@ -415,6 +416,7 @@ def test_ctrl_c_interrupts_and_a_second_ends_at_once():
             until = time.monotonic() + 20
             while number and not left and time.monotonic() < until:
                 time.sleep(0.01)
+    signal.signal(signal.SIGINT, before)
     assert left == [130]
 
 

@@ -239,6 +239,8 @@ MESH_CODE = """
         got, decoding, other = moved(make_mesh(*sizes))
         assert distance(got, want) < 1e-5, sizes
         np.testing.assert_allclose(other, loss, rtol=1e-5)
+        decoding["embedding"] = decoding["embedding"][: MODEL.vocab_size]  # padded where the mesh cuts it
+        decoding.pop("transposed_head", None), merged.pop("transposed_head", None)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), decoding, merged)
         print("same on", sizes)
 """

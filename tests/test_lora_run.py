@@ -63,6 +63,7 @@ def tokens(trajectories):
     return [[(s.role, s.tokens.tolist()) for s in t.segments] for t in trajectories]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one_and_its_exports_are_one_policy(tmp_path, mesh, monkeypatch):
     """Bit by bit, from a checkpoint that holds adapters alone; the merged model equals base and adapters together."""
     wanted, broken, whole = config(), tmp_path / "broken", tmp_path / "whole"

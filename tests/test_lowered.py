@@ -57,7 +57,7 @@ def check(policy, params, shapes, **changes) -> int:
     return len(used)
 
 
-@pytest.mark.parametrize("pages", [0, 40])
+@pytest.mark.parametrize("pages", [pytest.param(0, marks=pytest.mark.slow), 40])
 def test_a_run_uses_what_was_lowered(pages):
     params = POLICY.for_decoding(PARAMS)
     shapes = jax.eval_shape(POLICY.for_decoding, PARAMS)

@@ -107,6 +107,7 @@ def test_an_unknown_dtype_is_named():
         make_optimizer(1e-3, moments_dtype="int4")
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_give_the_same_steps():
     """Three updates and a skipped one; the moments lie in pinned host memory between them, and the noise is one."""
     out = run_python(

@@ -273,6 +273,7 @@ def test_tasks_that_are_not_there_stop_the_notebook_before_it_trains(tmp_path, m
 # --- all of it ---
 
 
+@pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     text = printed(started(tmp_path / "run", steps=2))
     assert re.findall(r"\[cell ([\w-]+)\]", text) == [cell["id"] for cell in CODE]

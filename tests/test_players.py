@@ -14,7 +14,7 @@ from test_train import run_killed_at, untimed
 from train_helpers import ROOT, tiny_config
 
 from envace_jax import config as configuration
-from envace_jax import parts, players, train
+from envace_jax import parts, players, train, train_step
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.grpo import role_advantages
 from envace_jax.inputs import read_inputs
@@ -211,7 +211,7 @@ def test_a_checkpoint_in_process_answers_as_the_external_model(mesh, simulator):
     other, weights = hf.load(simulator, mesh)
     policy = train.parts.make_policy(setup.config, other, mesh)
     step_config = parts.step_config(setup.config, setup.prompts.chat.vocab_size, 1)
-    score = train.make_score_step(policy, step_config, mesh)
+    score = train_step.make_score_step(policy, step_config, mesh)
     assert largest_difference(setup, setup.score_step, before, trajectories, Role.ACT) < 1e-4
     assert largest_difference(setup, score, weights, trajectories, Role.REHEARSE) < 1e-4
     assert metrics["tokens_rehearse"] == 0 < metrics["tokens_act"]

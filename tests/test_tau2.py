@@ -142,11 +142,10 @@ def test_what_cannot_be_scored_is_masked_and_what_did_not_end_is_not_solved(monk
 
     monkeypatch.setattr(tau2, "score", scored)
     task = tau2.task_of("airline", ENTRY, [])
-    known, scores = evaluate._scored(
-        [trajectory("done"), trajectory("user_limit"), trajectory("x", "failed")], [task] * 3
-    )
-    assert scores == {1: 0.0}
-    assert [t.status for t in known] == ["failed", "ok", "failed"] and "out of memory" in known[0].reason
+    attempts = [trajectory("done"), trajectory("user_limit"), trajectory("x", "failed")]
+    outcomes = evaluate._outcomes(attempts, [task], len(attempts), Real(make_environment))
+    assert outcomes.keys() == {0, 1} and outcomes[1] == 0.0
+    assert "out of memory" in outcomes[0]  # a fault, by which `success` masks the attempt
 
 
 def test_tasks_with_a_simulated_user_are_refused_where_there_is_none():

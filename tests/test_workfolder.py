@@ -39,7 +39,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
     def build(config: RunConfig, *_: Any) -> Any:
         cast = SimpleNamespace(learners={"": tuple(Role)})
-        setup = SimpleNamespace(config=config, model=None, folder=Path("base"), cast=cast, responder=Rehearsed())
+        setup = SimpleNamespace(
+            config=config, model=None, folder=Path("base"), cast=cast, responder=Rehearsed(), base=None
+        )
         return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
 
     def iterate(setup: Any, state: TrainState, step: int, *_: Any) -> Any:
