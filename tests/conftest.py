@@ -6,6 +6,7 @@ Use the plain function (`from conftest import run_python`) or the fixture of the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -63,12 +64,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes longer than about 15 seconds; deselected by default")
 
 
+@contextlib.contextmanager
+def _compiled_into(folder: Path) -> Iterator[None]:
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(folder), 0.1), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture
 def compiled_once(tmp_path: Path) -> Iterator[None]:
     """Programs that one run compiled are found by the next."""
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    with _compiled_into(tmp_path / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_once_a_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The same for all tests of a module: they build much the same, and none looks at where programs came from."""
+    with _compiled_into(tmp_path_factory.mktemp("xla")):
+        yield

@@ -13,7 +13,7 @@ import pytest
 from conftest import REPOSITORY
 from model_helpers import full_logits, reference_logits
 from test_train import run_killed_at, untimed
-from train_helpers import ROOT, model_bytes, tiny_config
+from train_helpers import ROOT, bits, model_bytes, tiny_config
 
 from envace_jax import config as configuration
 from envace_jax import inputs, parts, players, train
@@ -32,31 +32,16 @@ SMALL = {
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
+pytestmark = pytest.mark.usefixtures("compiled_once_a_module")
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every build here compiles much the same programs; no test looks at whether they came from the disk."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0.2), strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
 def config(**changes):
     return tiny_config(**{**SMALL, **changes})
-
-
-def bits(tree) -> list[bytes]:
-    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
 
 
 def tokens(trajectories):

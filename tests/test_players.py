@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import run_killed_at, untimed
-from train_helpers import ROOT, tiny_config
+from train_helpers import ROOT, bits, tiny_config
 
 from envace_jax import config as configuration
 from envace_jax import parts, players, train, train_step
@@ -30,31 +30,16 @@ SMALL = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("compiled_once_a_module")
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every build here compiles much the same programs; no test looks at whether they came from the disk."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0.2), strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
 def config(**changes):
     return tiny_config(**{**SMALL, **changes})
-
-
-def bits(tree) -> list[bytes]:
-    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
 
 
 def copied(state):

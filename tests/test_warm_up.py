@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_train import model_bytes, tiny_config, untimed
+from train_helpers import bits
 
 from envace_jax import train
 from envace_jax.buckets import Buckets
@@ -23,10 +24,6 @@ from envace_jax.warm_up import warm_up
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()
-
-
-def bits(state):
-    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(state))]
 
 
 def test_a_run_after_the_warm_up_compiles_nothing_and_is_the_same_run(tmp_path, mesh):

@@ -6,6 +6,8 @@ import dataclasses
 import runpy
 from pathlib import Path
 
+import jax
+
 from envace_jax import config as configuration
 from envace_jax.config import RunConfig
 from envace_jax.types import Task
@@ -25,6 +27,11 @@ def tiny_config(**changes) -> RunConfig:
     values = runpy.run_path(str(ROOT / "configs" / "tiny.py"))["get_config"]()
     values.update_from_flattened_dict({**SETTINGS, **changes})
     return configuration.from_config_dict(values)
+
+
+def bits(tree) -> list[bytes]:
+    """The leaves of a pytree of arrays, bit by bit."""
+    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(tree))]
 
 
 def model_bytes(workdir: Path) -> bytes:
