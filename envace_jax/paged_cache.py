@@ -56,7 +56,7 @@ def make_programs(policy: Policy, settings: Settings) -> Programs:
     places = outputs = None
     if settings.mesh is not None:
         places = _state_shardings(settings.mesh, jax.eval_shape(make))
-        outputs = (places, replicated(settings.mesh))
+        outputs = (places, settings.everywhere)
     prefill = functools.partial(
         paged_decoding.prefill, policy, settings.vocab_limit, settings.shards, table_width(settings)
     )
@@ -84,9 +84,6 @@ class PagedCache:
 
     def __init__(self, programs: Programs, settings: Settings):
         self.programs, self.settings = programs, settings
-        mesh = settings.mesh
-        self._row_sharding = None if mesh is None else batch_sharding(mesh)
-        self._limit_sharding = None if mesh is None else replicated(mesh)
         self.reset()
 
     def reset(self) -> None:
@@ -102,12 +99,10 @@ class PagedCache:
 
     def place(self, items: list[Running], running: dict[int, Running], stats: SamplerStats) -> None:
         """Puts items into free slots of `running`, each with the row that it continues or takes a beginning from."""
-        size = self.settings.slots // self.settings.shards
         for place in self._streams.place([item.prompt for item in items]):
             item = items[place.index]
             item.row, item.source, item.prefilled = place.row, place.source, place.shared
-            part = self._streams.part(place.row)
-            slot = next(slot for slot in range(part * size, (part + 1) * size) if slot not in running)
+            slot = self.settings.free_slot(self._streams.part(place.row), running)
             running[slot] = item
             self._waiting.add(slot)
             self._arrived[slot] = self._arrivals = self._arrivals + 1
@@ -285,7 +280,7 @@ class PagedCache:
         table = np.full((self.settings.slots, width), drawing.NOWHERE, np.int32)
         for slot in self._drawing & set(running):
             table[slot] = self._pages.numbers(running[slot].row, width)
-        return hosts.put(table, self._row_sharding)
+        return hosts.put(table, self.settings.row_sharding)
 
     # --- the compiled programs; each takes the state over ---
 
@@ -297,10 +292,10 @@ class PagedCache:
         if self._state is None:
             self._make_state()
         state, self._state = self._state, None
-        self._state = self.programs.prefill(params, state, hosts.put(packed, self._row_sharding))
+        self._state = self.programs.prefill(params, state, hosts.put(packed, self.settings.row_sharding))
 
     def _run_decode(self, params: Params, table: jax.Array, steps: int, enough: int) -> np.ndarray:
-        limits = hosts.put(np.array([steps, enough], np.int32), self._limit_sharding)
+        limits = self.settings.limits(steps, enough)
         state, self._state = self._state, None
         self._state, report = self.programs.decode(params, state, table, limits)
         return np.asarray(jax.device_get(report))
@@ -336,9 +331,9 @@ class PagedCache:
         if kind == "fresh":
             return programs.fresh.lower()
         state = abstract(jax.eval_shape(programs.fresh), programs.places)
-        rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._row_sharding)
+        rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self.settings.row_sharding)
         if kind == "prefill":
             packed = rows((shape[0] * self.settings.shards, drawing.HEADER + shape[1] + width))
             return programs.prefill.lower(params, state, packed)
-        limits = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self._limit_sharding)
+        limits = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self.settings.everywhere)
         return programs.decode.lower(params, state, rows((self.settings.slots, width)), limits)

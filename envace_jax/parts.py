@@ -151,12 +151,12 @@ def make_cast(
     if kind == "shared":
         return Cast(kind, for_decoding, sampler)
     if frozen is None:
-        return Cast(kind, for_decoding, sampler, players.twin(sampler))
+        return Cast(kind, for_decoding, sampler, sampler.twin())
     other, params = frozen
     own = policy if other == model else make_policy(config, other, mesh)
     # A frozen int8 model is decoded as it is, one with merged adapters is not: those are different programs.
     alike = other == model and not quantizes(config)
-    simulator = players.twin(sampler) if alike else make_sampler(config, own, chat, mesh)
+    simulator = sampler.twin() if alike else make_sampler(config, own, chat, mesh)
     both = (simulator, sampler) if kind == "frozen_act" else (sampler, simulator)
     return Cast(kind, for_decoding, *both, own.for_decoding(params))
 

@@ -201,7 +201,7 @@ def make(
     chip, _ = chips.parse(topology)
     mesh = mesh_of(config, topology)
     made = programs.make(config, mesh)
-    compiled, parts, own = _compile_all(made, tell)
+    compiled, parts = _compile_all(made, tell)
     work = roofline.Work.of_config(config) if work is None else work
     operations = roofline.flops(
         made.model, work, config.model.remat, frozen_base=made.base is not None, scored=config.grpo.kl_coef > 0
@@ -209,14 +209,14 @@ def make(
     failed = any(program.error for program in compiled)
     return Plan(
         config=config, topology=topology, chip=chip, chips=mesh.size, parameters=parameter_count(made.model),
-        rows=made.batch.tokens.shape[0], parts=parts, programs=compiled, phases=phases_of(compiled, parts, own),
+        rows=made.batch.tokens.shape[0], parts=parts, programs=compiled, phases=phases_of(compiled, parts),
         work=work, flops=operations,
         time=None if failed else _time(made, compiled, parts, work, operations, chip),
     )  # fmt: skip
 
 
-def _compile_all(made: Programs, tell: Callable[[str], None]) -> tuple[list[Compiled], dict[str, Bytes], int]:
-    """The programs' figures, the parts of memory, and the bytes of decoding's parameters that are training's own."""
+def _compile_all(made: Programs, tell: Callable[[str], None]) -> tuple[list[Compiled], dict[str, Bytes]]:
+    """The programs' figures, and the parts of memory."""
     found = []
 
     def one(name: str, phase: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
@@ -235,14 +235,10 @@ def _compile_all(made: Programs, tell: Callable[[str], None]) -> tuple[list[Comp
     scored = made.config.grpo.kl_coef > 0
     if scored and made.base is None:  # a base without its adapters is the reference itself
         parts["reference parameters"] = parts["parameters"]
-    resharded, own = one("reshard", "reshard", made.reshard), 0
+    resharded = one("reshard", "reshard", made.reshard)
     if resharded is not None:
         decoding = made.decoding(resharded.output_shardings)
-        leaves = zip(jax.tree.leaves(decoding), made.passed_on(), strict=True)
-        own, parts["decoding parameters"] = (
-            bytes_of([leaf for leaf, is_own in leaves if is_own]).device,
-            bytes_of(decoding),
-        )
+        parts["decoding parameters"] = bytes_of(decoding)
         for name, lowered in made.sampling(decoding).items():
             executable = one(name, "rollout", functools.partial(_given, lowered))
             if executable is not None:
@@ -251,7 +247,7 @@ def _compile_all(made: Programs, tell: Callable[[str], None]) -> tuple[list[Comp
     one(f"train step, {shape[0]} rows of {shape[1]} tokens", "train", made.train)
     if scored:
         one("score step of the reference", "train", made.score)
-    return found, parts, own
+    return found, parts
 
 
 def _donated(lowered: jax.stages.Lowered, executable: Any) -> Bytes:
@@ -265,7 +261,7 @@ def _donated(lowered: jax.stages.Lowered, executable: Any) -> Bytes:
     return total
 
 
-def phases_of(compiled: Sequence[Compiled], parts: Mapping[str, Bytes], own: int) -> list[Phase]:
+def phases_of(compiled: Sequence[Compiled], parts: Mapping[str, Bytes]) -> list[Phase]:
     """For each phase the program that needs most, with what the run keeps on the chip meanwhile.
 
     Train: the sampler's caches and the parameters for decoding are dropped before it. Reshard: the optimizer's state
@@ -275,20 +271,17 @@ def phases_of(compiled: Sequence[Compiled], parts: Mapping[str, Bytes], own: int
     state = {name: parts[name].device for name in ("parameters", "frozen base", "optimizer") if name in parts}
     phases = []
     for program in compiled:
-        needed, beside = program.peak, dict(reference)
+        beside = dict(reference)
         if program.name.startswith("score"):
             # What it scores by is its argument: the reference, which with LoRA is the base.
             beside = {name: size for name, size in state.items() if name != "frozen base"}
         elif program.phase == "reshard":
-            # What is passed on as it is counts as a result of the program, and is not copied in a run.
-            needed, beside["optimizer"] = needed - own, state["optimizer"]
+            beside["optimizer"] = state["optimizer"]
         elif program.phase == "rollout":
             beside |= state
-            largest = max(("parameters", "frozen base"), key=lambda name: state.get(name, 0))
-            beside[largest] = state[largest] - own
         if program.error:  # the compiler's account is of the program alone
             beside = {}
-        phases.append(Phase(program.phase, program.name, needed, {k: v for k, v in beside.items() if v}))
+        phases.append(Phase(program.phase, program.name, program.peak, {k: v for k, v in beside.items() if v}))
     return phases
 
 

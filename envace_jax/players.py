@@ -74,11 +74,6 @@ class Cast:
                 sampler.reset()
 
 
-def twin(sampler: Sampler) -> Sampler:
-    """Another, empty sampler with the same settings that shares the compiled programs."""
-    return sampler.twin()
-
-
 def same_programs(one: Sampler, other: Sampler) -> bool:
     return one.programs is other.programs
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from envace_jax import decoding, drawing, hosts
 from envace_jax.buckets import pick
 from envace_jax.sample_requests import Running, SamplerStats, Settings, calls, pack
-from envace_jax.sharding import BATCH_AXES, batch_sharding, partition_spec, replicated
+from envace_jax.sharding import BATCH_AXES, partition_spec, replicated
 from envace_jax.streams import Streams
 from envace_jax.types import Params, Policy
 
@@ -50,7 +50,7 @@ def make_programs(policy: Policy, settings: Settings) -> Programs:
     if mesh is not None:
         state = jax.eval_shape(functools.partial(make, length=settings.max_length))
         places = _state_shardings(mesh, axes, state)
-        outputs = (places, replicated(mesh))
+        outputs = (places, settings.everywhere)
     model = (policy, settings.vocab_limit, axes, shards)
     return Programs(
         fresh=jax.jit(make, static_argnames="length", out_shardings=places),
@@ -68,9 +68,6 @@ class PooledCache:
 
     def __init__(self, programs: Programs, settings: Settings):
         self.programs, self.settings = programs, settings
-        mesh = settings.mesh
-        self._row_sharding = None if mesh is None else batch_sharding(mesh)
-        self._limit_sharding = None if mesh is None else replicated(mesh)
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +83,7 @@ class PooledCache:
         for place in self._streams.place([item.prompt for item in items]):
             item = items[place.index]
             item.row, item.source, item.prefilled = place.row, place.source, place.shared
-            slot = self._free_slot(self._streams.part(place.row), running)
+            slot = self.settings.free_slot(self._streams.part(place.row), running)
             running[slot] = item
             self._waiting.append(slot)
             stats.reused_tokens += place.shared
@@ -106,16 +103,11 @@ class PooledCache:
         """The slot is free, its row keeps the prompt and `tokens`."""
         self._streams.finish(item.row, len(item.prompt), tokens)
 
-    def _free_slot(self, part: int, running: dict[int, Running]) -> int:
-        """The first free slot of a shard."""
-        size = self.settings.slots // self.settings.shards
-        return next(slot for slot in range(part * size, (part + 1) * size) if slot not in running)
-
     def _slot_rows(self, running: dict[int, Running]) -> jax.Array:
         rows = np.full(self.settings.slots, drawing.NOWHERE, np.int32)
         for slot, item in running.items():
             rows[slot] = item.row
-        return hosts.put(rows, self._row_sharding)
+        return hosts.put(rows, self.settings.row_sharding)
 
     def _reserve(self, running: dict[int, Running]) -> None:
         """Gives the working set the length that the coming prefills and one decode chunk need."""
@@ -170,10 +162,10 @@ class PooledCache:
 
     def _run_prefill(self, params: Params, packed: np.ndarray) -> None:
         state, self._state = self._state, None
-        self._state = self.programs.prefill(params, state, hosts.put(packed, self._row_sharding))
+        self._state = self.programs.prefill(params, state, hosts.put(packed, self.settings.row_sharding))
 
     def _run_decode(self, params: Params, rows: jax.Array, steps: int, enough: int) -> np.ndarray:
-        limits = hosts.put(np.array([steps, enough], np.int32), self._limit_sharding)
+        limits = self.settings.limits(steps, enough)
         state, self._state = self._state, None
         self._state, report = self.programs.decode(params, state, rows, limits)
         return np.asarray(jax.device_get(report))
@@ -216,7 +208,7 @@ class PooledCache:
         if kind == "fresh":
             return programs.fresh.lower(length=length)
         state = abstract(jax.eval_shape(functools.partial(programs.fresh, length=length)), programs.places)
-        rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._row_sharding)
+        rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self.settings.row_sharding)
         if kind == "prefill":
             return programs.prefill.lower(
                 params, state, rows((shape[1] * self.settings.shards, drawing.HEADER + shape[2]))
@@ -224,7 +216,7 @@ class PooledCache:
         if kind == "load":
             state = dataclasses.replace(state, working=None)
             return programs.load.lower(state, rows((self.settings.slots,)), length)
-        limits = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self._limit_sharding)
+        limits = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self.settings.everywhere)
         return programs.decode.lower(params, state, rows((self.settings.slots,)), limits)
 
 

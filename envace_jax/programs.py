@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -83,13 +82,6 @@ class Programs:
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
         )
 
-    def passed_on(self) -> list[bool]:
-        """For each leaf of `decoding`, whether it is a buffer of the training's parameters and takes no memory."""
-        with chosen_chip(self.mesh):
-            jaxpr = jax.make_jaxpr(self.policy.for_decoding)(self._whole()).jaxpr
-        given = set(jaxpr.invars)
-        return [isinstance(leaf, jax.extend.core.Var) and leaf in given for leaf in jaxpr.outvars]
-
     def sampling(self, decoding: Params) -> dict[str, jax.stages.Lowered]:
         """The largest prefill and the largest decode of the sampler, for parameters at their places."""
         names: list[str] = []
@@ -108,7 +100,7 @@ class Programs:
 
 def chosen_chip(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """In which kernels are made for the chips of `mesh`; elsewhere they ask what chip this process runs on."""
-    here = mesh.devices.flat[0].platform == jax.default_backend()
+    here = sharding.platform_of(mesh) == jax.default_backend()
     return contextlib.nullcontext() if here else jax.set_mesh(mesh)
 
 

@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from envace_jax import drawing
+from envace_jax import drawing, hosts
 from envace_jax.buckets import Buckets, pick
+from envace_jax.sharding import batch_sharding, replicated
 from envace_jax.types import FinishReason
 
 
@@ -68,6 +70,24 @@ class Settings:
     shards: int  # parts that slots, and rows or pages, are dealt to: the mesh's data x fsdp
     dtype: Any
     decode_chunk: int
+
+    @property
+    def row_sharding(self) -> NamedSharding | None:
+        """Of what there is a row of for each slot, or each row of a prefill call."""
+        return None if self.mesh is None else batch_sharding(self.mesh)
+
+    @property
+    def everywhere(self) -> NamedSharding | None:
+        return None if self.mesh is None else replicated(self.mesh)
+
+    def free_slot(self, part: int, running: Mapping[int, Any]) -> int:
+        """The first slot of a part that no request is in."""
+        size = self.slots // self.shards
+        return next(slot for slot in range(part * size, (part + 1) * size) if slot not in running)
+
+    def limits(self, steps: int, enough: int) -> jax.Array:
+        """i32[2], after how many steps and with how many slots left a call of decode ends."""
+        return hosts.put(np.array([steps, enough], np.int32), self.everywhere)
 
 
 @dataclasses.dataclass

@@ -54,6 +54,12 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[j
     return Mesh(np.array(found, dtype=object).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def platform_of(mesh: Mesh | None) -> str:
+    """Of the devices that a program for this mesh runs on: "cpu", "gpu" or "tpu". They may be of a topology that is not
+    there; without a mesh they are this process's."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def axis_size(mesh: Mesh, axis: str | tuple[str, ...] | None) -> int:
     """The number of pieces that a dimension mapped to `axis` is cut into."""
     if axis is None:

@@ -38,6 +38,6 @@ def made_plan(parts: dict[str, Bytes] | None = None, config: Any = None, **chang
     time = {"seconds": seconds, "bound_by": dict.fromkeys(seconds, "memory"), "step": 4.0, "model_flops_share": 0.1}
     return Plan(
         config=run, topology="v5e:1x1", chip=CHIP, chips=1, parameters=10**9, rows=24, parts=where, programs=programs,
-        phases=phases_of(programs, where, own=GIB // 4), work=work, flops=done,
+        phases=phases_of(programs, where), work=work, flops=done,
         time=None if any(program.error for program in programs) else time,
     )  # fmt: skip

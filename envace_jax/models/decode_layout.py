@@ -58,12 +58,12 @@ def fuse(layers: Params, config: QwenConfig) -> Params:
 
 def alone(mesh: Mesh | None) -> bool:
     """Whether the ends of the network stay as they are, on a CPU without others."""
-    return mesh is None or (mesh.size == 1 and mesh.devices.flat[0].platform == "cpu")
+    return mesh is None or (mesh.size == 1 and sharding.platform_of(mesh) == "cpu")
 
 
 def fuses(mesh: Mesh | None) -> bool:
     """Whether projections of the same input are one matrix. A TPU would copy such a matrix into another order."""
-    return mesh is None or mesh.devices.flat[0].platform != "tpu"
+    return mesh is None or sharding.platform_of(mesh) != "tpu"
 
 
 def padded_vocabulary(size: int, mesh: Mesh) -> int:

@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, PartitionSpec
 
 from envace_jax.models import block_attention
-from envace_jax.sharding import RULES, axis_size, partition_spec
+from envace_jax.sharding import RULES, axis_size, partition_spec, platform_of
 
 CHOICES = ("auto", "plain", "kernel")
 KERNELS = {"tpu": "splash", "gpu": "cudnn"}  # by platform
@@ -29,11 +29,6 @@ BLOCKS = (512, 256, 128)  # tokens of a block of splash attention; the largest t
 LONGEST_MASK = 8192
 
 Attend = Callable[..., jax.Array]  # (q, k, v, sequence_ids, last_readers=None), as block_attention.attend
-
-
-def platform_of(mesh: Mesh | None) -> str:
-    """Of the devices that a program for this mesh runs on: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def resolve(choice: str, platform: str) -> str:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import Mesh, PartitionSpec
 
+from envace_jax.models import kernels
 from envace_jax.models.attention import KeyValue, attend_cached
-from envace_jax.sharding import BATCH_AXES, axis_size
+from envace_jax.sharding import BATCH_AXES, axis_size, platform_of
 from envace_jax.types import PagedCache
 
 # Of the kernel, which would look its sizes up by the chip at hand: there may be none when a program is planned.
@@ -28,14 +29,12 @@ VMEM_LIMIT = 32 * 2**20  # bytes
 
 
 def use_kernel(choice: str, mesh: Mesh | None, head_dim: int) -> bool:
-    """Whether `model.attention` means the kernel on the devices of this mesh. Raises ValueError for an unknown choice.
+    """Whether `model.attention` means the kernel on the devices of this mesh.
 
     There is one for TPUs, and it wants heads of a multiple of 128: elsewhere pages are read by plain operations.
+    Raises ValueError as `kernels.resolve`.
     """
-    if choice not in ("auto", "plain", "kernel"):
-        raise ValueError(f"attention is {choice!r}; accepted are auto, plain, kernel")
-    on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
-    return choice != "plain" and on_tpu and head_dim % 128 == 0
+    return kernels.resolve(choice, platform_of(mesh)) == "splash" and head_dim % 128 == 0
 
 
 def page_spec(mesh: Mesh, kv_heads: int) -> PartitionSpec:

@@ -240,8 +240,7 @@ class _Network:
 
         carry = (x, cache.pages)
         if self.written_out:
-            layers = layers if isinstance(layers, tuple) else trees.unstack(layers, self.config.layers)
-            for number, layer in enumerate(layers):
+            for number, layer in enumerate(self._apart(layers)):
                 carry, _ = body(carry, (layer, number))
         else:
             carry, _ = jax.lax.scan(body, carry, (layers, jnp.arange(self.config.layers, dtype=jnp.int32)))
