@@ -81,6 +81,8 @@ class Watch:
         ]
 
     def start(self) -> None:
+        """Returns when this process has been heard of, so that one that dies later is missed by name."""
+        _briefly(self.talk, TELL_S)
         for thread in self._threads:
             thread.start()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -316,6 +317,14 @@ def watches(monkeypatch):
 def pulse(each: watch.Watch) -> None:
     each.talk()
     each.look()
+
+
+def test_who_has_begun_to_watch_is_known_by_name(watches, monkeypatch):
+    """Threads take their time: one that dies before its first pulse must still be missed, by its host's name."""
+    table, (_, one, _) = watches
+    monkeypatch.setattr(one, "_threads", [])
+    one.start()
+    assert table.entries[f"{watch.ALIVE}1"].endswith(f" {socket.gethostname()}")
 
 
 def test_who_is_not_heard_of_ends_all_and_is_named(watches, capsys):

@@ -204,7 +204,7 @@ def test_killed_on_four_and_resumed_on_two_and_on_one(tmp_path, cache, unbroken)
         run.processes[2].kill()
         began = time.monotonic()
         codes = run.codes(timeout=150)
-        assert time.monotonic() - began < 100  # 30 s of silence, and a machine that may stand still meanwhile
+        assert time.monotonic() - began < 60
         assert codes[2] == -signal.SIGKILL and {codes[i] for i in (0, 1, 3)} == {watch.LOST}, run.said()
         assert "process 2 on" in run.output(0) and "the same command continues" in run.output(0)
     with started(2, workdir, cache, steps=4, **TWO) as run:
