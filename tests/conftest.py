@@ -6,12 +6,11 @@ Use the plain function (`from conftest import run_python`) or the fixture of the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -64,28 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes longer than about 15 seconds; deselected by default")
 
 
-@contextlib.contextmanager
-def _compiled_into(folder: Path) -> Iterator[None]:
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(folder), 0.1), strict=True):
+@pytest.fixture(scope="session", autouse=True)
+def programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one test has compiled is found by the next, and by the processes that tests start: many build much the same.
+
+    A test that looks at where programs come from sets a folder of its own.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+    }
+    for name, value in settings.items():
         jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
     compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture
-def compiled_once(tmp_path: Path) -> Iterator[None]:
-    """Programs that one run compiled are found by the next."""
-    with _compiled_into(tmp_path / "xla"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def compiled_once_a_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The same for all tests of a module: they build much the same, and none looks at where programs came from."""
-    with _compiled_into(tmp_path_factory.mktemp("xla")):
-        yield

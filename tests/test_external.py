@@ -300,7 +300,7 @@ TRANSIENT = ("status 500", "truncated", "types", "reset", "text no result")
 
 
 def test_a_run_against_a_true_simulator_under_faults_killed_and_resumed_equals_the_real_loop(
-    tmp_path: Path, monkeypatch, compiled_once
+    tmp_path: Path, monkeypatch
 ):
     """Only acting is trained, no fault changes anything, and what was asked is counted once, over all starts.
 

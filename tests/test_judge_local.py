@@ -166,7 +166,7 @@ def test_verdicts_of_a_checkpoint_are_kept_and_those_of_the_policy_are_not(tmp_p
 
 
 @pytest.mark.slow
-def test_the_policy_and_its_own_checkpoint_judge_alike(tmp_path, monkeypatch, compiled_once):
+def test_the_policy_and_its_own_checkpoint_judge_alike(tmp_path, monkeypatch):
     """Two runs on the shipped base at learning rate 0, where both are one model: the same verdicts, metrics and tokens.
 
     The base cannot write verdicts, so whatever it writes is read as some.

@@ -59,9 +59,7 @@ def config(tmp_path):
     return lambda **changes: tiny_config(**(settings | changes))
 
 
-def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(
-    config, mesh, tmp_path, monkeypatch, compiled_once
-):
+def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mesh, tmp_path, monkeypatch):
     monkeypatch.setattr("envace_jax.endpoint.LONGEST_WAIT_S", 0.1)
 
     seen: collections.Counter[str] = collections.Counter()
@@ -142,7 +140,7 @@ def rollouts(monkeypatch, kept, mask=()):
     [(1.5, 0.05, 0.5, 2.0), pytest.param(30.0, 1.0, 10.0, 10.0, marks=pytest.mark.slow)],
 )
 def test_an_outage_among_other_faults_only_masks(
-    outage_s, backoff_s, longest_s, timeout_s, config, mesh, tmp_path, monkeypatch, compiled_once
+    outage_s, backoff_s, longest_s, timeout_s, config, mesh, tmp_path, monkeypatch
 ):
     """The waits and the outage are scaled alike: 30 s with the defaults, or all of it 20 times faster."""
     monkeypatch.setattr("envace_jax.endpoint.LONGEST_WAIT_S", longest_s)

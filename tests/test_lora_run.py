@@ -32,9 +32,6 @@ SMALL = {
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
-pytestmark = pytest.mark.usefixtures("compiled_once_a_module")
-
-
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()

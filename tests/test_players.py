@@ -30,9 +30,6 @@ SMALL = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("compiled_once_a_module")
-
-
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh()
