@@ -52,7 +52,7 @@ class Reason(enum.StrEnum):
     TOOL_ERROR = "tool_error"  # the same from outside: a real tool, or another model that plays it
     REFUSED_CALL = "refused_call"  # a call that its tool's schema does not allow; nobody was asked (`schema_check`)
     REQUIRED_ITEM = "required_item"  # a checklist item that the next user turn requires was not met
-    LENGTH = "length"  # what the policy wrote reached a response limit, the context limit or a prompt limit
+    LENGTH = "length"  # what the policy wrote reached a response limit, the context limit, a prompt limit or its budget
     ASSISTANT_LIMIT = "assistant_limit"  # as many assistant messages as allowed
     USER_LIMIT = "user_limit"  # as many user turns as allowed
     GENERATION_LIMIT = "generation_limit"  # as many generations, both roles together, as allowed
@@ -103,6 +103,7 @@ class Episode:
     answered_by: Need  # REHEARSE or RESPONSE: who answers tool calls
     prompted: bool = False  # whether another model is asked by REHEARSE prompts, outside or in this process
     schema_check: bool = False  # whether a call that does not fit its tool's schema ends the episode unasked
+    most_tokens: int = 0  # that may be sampled, both roles together; 0: no bound
     needs: Need = Need.NOTHING
     requests: tuple[Request, ...] = ()
     act_pieces: tuple[np.ndarray, ...] = ()  # i32 each; their concatenation is the ACT stream
@@ -142,11 +143,13 @@ def start(
     answered_by: Need = Need.REHEARSE,
     prompted: bool = False,
     schema_check: bool = False,
+    most_tokens: int = 0,
 ) -> Episode:
     """The episode before its first assistant message; already over, and masked, where its limits cannot hold the task.
 
     That is decided here for the whole task rather than at the prompt that does not fit: attempts that come so far would
     be masked, and those that fail earlier scored. Where a simulated user opens the conversation, it is decided then.
+    Only a note that the limits cannot hold is left out.
     """
     if answered_by not in (Need.REHEARSE, Need.RESPONSE):
         raise ValueError(f"answered_by={answered_by} cannot answer tool calls; accepted: REHEARSE, RESPONSE")
@@ -161,12 +164,13 @@ def start(
         answered_by,
         prompted,
         schema_check,
+        most_tokens,
         messages=tuple(task.messages),
         turn_start=len(task.messages),
     )
     if task.scenario and not task.user_turns[0]:
         return dataclasses.replace(episode, needs=Need.USER)
-    return _open(episode, task.user_turns[0])
+    return _open(episode, task.user_turns[0] if task.user_turns else None)
 
 
 def on_act(episode: Episode, segment: Segment) -> Episode:
@@ -261,7 +265,7 @@ def on_score(episode: Episode, score: TurnScore) -> Episode:
         raise ValueError(f"the reward of turn {episode.turn} is {score.reward}; accepted: 0 to 1")
     turn = episode.turn + 1
     episode = dataclasses.replace(episode, turn_scores=(*episode.turn_scores, score))
-    if turn == len(episode.task.user_turns):
+    if turn >= len(episode.task.user_turns):
         return _end(episode, Reason.DONE)
     if not score.proceed:
         return _end(episode, Reason.REQUIRED_ITEM)
@@ -294,7 +298,7 @@ def on_too_long(episode: Episode) -> Episode:
 def as_trajectory(episode: Episode) -> Trajectory:
     """The finished episode. Its reward is the mean over the task's user turns; turns not judged count 0."""
     _expect(episode, Need.NOTHING)
-    earned = sum(score.reward for score in episode.turn_scores) / len(episode.task.user_turns)
+    earned = sum(score.reward for score in episode.turn_scores) / max(len(episode.task.user_turns), 1)
     return Trajectory(
         task_id=episode.task.task_id,
         group_id=episode.group_id,
@@ -327,15 +331,21 @@ def check_room(prompts: Prompts, limits: Limits, task: Task, answered_by: Need, 
         check_rehearse_room(prompts, task)
 
 
-def _open(episode: Episode, text: str) -> Episode:
-    """The first user message, with which the ACT stream begins."""
+def _open(episode: Episode, text: str | None) -> Episode:
+    """The first user message, with which the ACT stream begins; None: the task's messages end with it, or with results
+    that follow it."""
     try:
         prompt = act_prompt(episode.prompts, episode.task, text)
         asked_by = Need.REHEARSE if episode.prompted else episode.answered_by
         check_room(episode.prompts, episode.limits, episode.task, asked_by, len(prompt))
     except PromptTooLong as error:  # the data's or the settings' doing, or the user's: not the policy's
+        if episode.task.note:  # which only helps
+            return _open(dataclasses.replace(episode, task=dataclasses.replace(episode.task, note="")), text)
         return on_fault(episode, error)
-    return _ask_act(_say(episode, text, prompt))
+    if text is not None:
+        return _ask_act(_say(episode, text, prompt))
+    users = [place for place, message in enumerate(episode.messages) if message["role"] == "user"]
+    return _ask_act(_extend(dataclasses.replace(episode, turn_start=users[-1] if users else 0), prompt))
 
 
 def _say(episode: Episode, text: str, *pieces: Sequence[int]) -> Episode:
@@ -365,13 +375,17 @@ def _ask_act(episode: Episode) -> Episode:
         return _end(episode, Reason.GENERATION_LIMIT)
     if len(prompt) + limits.act_response > limits.act_context:
         return _end(episode, Reason.LENGTH)
-    request = Request(Role.ACT, len(episode.segments), prompt, limits.act_response)
+    if not (room := _room(episode, limits.act_response)):
+        return _end(episode, Reason.LENGTH)
+    request = Request(Role.ACT, len(episode.segments), prompt, room)
     return dataclasses.replace(episode, needs=Need.ACT, requests=(request,))
 
 
 def _ask_rehearse(episode: Episode, before: Sequence[Message], act_text: str) -> Episode:
     """Asks for all pending calls side by side: each sees the conversation before the message that made them."""
-    first = len(episode.segments)
+    first, room = len(episode.segments), _room(episode, episode.limits.rehearse_response, len(episode.pending_calls))
+    if not room:
+        return _end(episode, Reason.LENGTH)
     if first + len(episode.pending_calls) > episode.limits.generations:
         return _end(episode, Reason.GENERATION_LIMIT)
     try:
@@ -381,10 +395,18 @@ def _ask_rehearse(episode: Episode, before: Sequence[Message], act_text: str) ->
     except PromptTooLong:
         return on_too_long(episode)
     requests = tuple(
-        Request(Role.REHEARSE, first + position, np.asarray(prompt, np.int32), episode.limits.rehearse_response)
+        Request(Role.REHEARSE, first + position, np.asarray(prompt, np.int32), room)
         for position, prompt in enumerate(prompts)
     )
     return dataclasses.replace(episode, needs=Need.REHEARSE, requests=requests)
+
+
+def _room(episode: Episode, limit: int, several: int = 1) -> int:
+    """Tokens that each of `several` generations may have, at most `limit`; 0 where the budget is spent."""
+    if not episode.most_tokens:
+        return limit
+    left = episode.most_tokens - sum(len(segment.tokens) for segment in episode.segments)
+    return min(limit, left // several)
 
 
 def _end(episode: Episode, reason: str) -> Episode:

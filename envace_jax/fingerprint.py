@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from envace_jax.models.hf import INDEX_FILE, TOKENIZER_FILES
 from envace_jax.types import Task
@@ -29,8 +30,13 @@ def of_tasks(tasks: Sequence[Task]) -> str:
     """A hash of everything in the tasks, and of their order, which decides the batches."""
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(json.dumps(task, default=vars, sort_keys=True).encode())
+        digest.update(json.dumps(task, default=_members, sort_keys=True).encode())
     return digest.hexdigest()[:16]
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """Those that say what a task is. A note is none of them: no task that is trained on has one."""
+    return {name: member for name, member in vars(value).items() if name not in ("note", "note_place")}
 
 
 def of_file(path: Path) -> str:

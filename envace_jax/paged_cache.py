@@ -179,6 +179,8 @@ class PagedCache:
             item.prefilled = self._pages.begin(item.row, item.source, item.prefilled)
             item.source, item.held = item.row, True
             stats.reused_tokens += item.prefilled
+            if item.count == 0:
+                item.cached = item.prefilled
 
     def _make_room(
         self,

@@ -83,6 +83,7 @@ class PooledCache:
         for place in self._streams.place([item.prompt for item in items]):
             item = items[place.index]
             item.row, item.source, item.prefilled = place.row, place.source, place.shared
+            item.cached = place.shared
             slot = self.settings.free_slot(self._streams.part(place.row), running)
             running[slot] = item
             self._waiting.append(slot)

@@ -20,6 +20,7 @@ from envace_jax.types import Json, Message, Task, ToolCall
 RESULT_OPEN = "<execution_result>"
 RESULT_CLOSE = "</execution_result>"
 ERROR_KEY = "error_tool_call"  # a result object with this key says that the call could not be executed at all
+NOTE_TITLE = "# Notes from your own rehearsal of this task"  # what a task's note is called in full prompts
 OMITTED_MARKER = "[earlier lines of the conversation are left out here]"
 
 Reference = Sequence[tuple[ToolCall, str]]
@@ -95,39 +96,65 @@ class Prompts:
 def act_prompt(prompts: Prompts, task: Task, opening: str | None = None) -> list[int]:
     """Token ids up to the policy's first assistant message: system text, tools, first user turn, assistant prefix.
 
-    What the task says was spoken before stands before the user turn. `opening` takes the place of the task's own first
-    user turn.
+    What the task says was spoken before stands before the user turn, or is all there is where the task has none.
+    `opening` takes the place of the task's own first user turn. A task's note follows the system text, or what was said
+    last.
 
     Nothing is cut: a task without its tools or its rules is another task. Raises PromptTooLong beyond
-    `max_act_prompt`, ValueError for a task without user turns.
+    `max_act_prompt`, for which a note does not count, and ValueError for a task without user turns whose messages do
+    not end where an assistant goes on.
     """
-    if not task.user_turns:
-        raise ValueError(f"task {task.task_id!r} has no user turns; at least one is needed")
-    chat = prompts.chat
-    system = next((message["content"] for message in task.messages if message["role"] == "system"), None)
-    tokens = [
-        *chat.system(system, list(task.tools)),
-        *_spoken(chat, task.messages),
-        *chat.user(task.user_turns[0] if opening is None else opening),
-        *chat.assistant_prefix(thinking=prompts.thinking),
-    ]
+    tokens = _act_prompt(prompts, task, opening, "")
     if len(tokens) > prompts.max_act_prompt:
         raise PromptTooLong(
             f"the first prompt of task {task.task_id!r} has {len(tokens)} tokens; max_act_prompt is "
             f"{prompts.max_act_prompt}"
         )
-    return tokens
+    return _act_prompt(prompts, task, opening, task.note) if task.note else tokens
+
+
+def _act_prompt(prompts: Prompts, task: Task, opening: str | None, note: str) -> list[int]:
+    chat = prompts.chat
+    system = next((message["content"] for message in task.messages if message["role"] == "system"), None)
+    said = [message for message in task.messages if message["role"] != "system"]
+    if task.user_turns:
+        said.append({"role": "user", "content": task.user_turns[0] if opening is None else opening})
+    elif not said or said[-1]["role"] not in ("user", "tool"):
+        raise ValueError(
+            f"task {task.task_id!r} has no user turns; at least one is needed, or messages that end with a user's "
+            "message or tool results"
+        )
+    if note and prompts.style == "full":
+        note = f"{NOTE_TITLE}\n{note}"
+    if note and task.note_place == "system":
+        system = _below(system, note)
+    elif note and said[-1]["role"] == "user":
+        said[-1] = {**said[-1], "content": _below(said[-1]["content"], note)}
+    elif note:
+        said.append({"role": "user", "content": note})
+    return [
+        *chat.system(system, list(task.tools)),
+        *_spoken(chat, said),
+        *chat.assistant_prefix(thinking=prompts.thinking),
+    ]
+
+
+def _below(text: str | None, note: str) -> str:
+    return f"{text}\n\n{note}" if text else note
 
 
 def _spoken(chat: Chat, messages: Sequence[Message]) -> list[int]:
-    """Token ids of messages that are given, system messages left out."""
+    """Token ids of messages that are given. Thoughts are kept in what follows the last user message, as in Qwen3's
+    template."""
     tokens: list[int] = []
     results: list[str] = []
+    last_user = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for place, message in enumerate(messages):
         if message["role"] == "user":
             tokens += chat.user(message["content"])
         elif message["role"] == "assistant":
-            body = chat.assistant(message.get("content") or "", calls=message_calls(message))
+            thoughts = message.get("reasoning_content") if place > last_user else None
+            body = chat.assistant(message.get("content") or "", thoughts or None, message_calls(message))
             tokens += [*chat.assistant_prefix(), *body, *chat.close(body)]
         elif message["role"] == "tool":
             results.append(message["content"])

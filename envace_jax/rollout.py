@@ -52,6 +52,7 @@ from envace_jax.types import Need, Params, Role, Segment, Task, Trajectory
 from envace_jax.users import User
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
+OnSegment = Callable[[int, int, Segment], None]  # (place of the task, attempt, what was just sampled)
 # With several processes, seconds that one waits for its own outside answers before it asks after the others'.
 PATIENCE_S = 0.2
 
@@ -85,6 +86,9 @@ def rollout(
     schema_check: bool = False,
     progress: Progress | None = None,
     rehearser: Player | None = None,
+    first_attempt: int = 0,
+    token_budgets: Sequence[int] | None = None,
+    on_segment: OnSegment | None = None,
 ) -> list[Trajectory]:
     """Plays every task `attempts` times and gives the trajectories, task by task, attempt by attempt.
 
@@ -101,6 +105,9 @@ def rollout(
       schema_check: calls that do not fit their tool's schema end the trajectory without being put to anybody.
       progress: called after every round of the loop.
       rehearser: who plays REHEARSE instead, with a sampler of its own. Who plays decides no random number.
+      first_attempt: what the first attempt at each task is numbered.
+      token_budgets: for each task, the most tokens that an attempt at it may sample in both roles; 0: no bound.
+      on_segment: told of every segment as it comes.
 
     With several processes all call this at the same point, with the same arguments, and all get all trajectories. Own
     attempts are those at tasks whose positions `hosts.owns`; only for these are responder, reward and user called.
@@ -116,7 +123,7 @@ def rollout(
     seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
     run = _Run(
         seats, responder, reward, (seed, step), temperature, top_p, policy_version, limits.generations,
-        future_timeout_s, user,
+        future_timeout_s, user, on_segment,
     )  # fmt: skip
     if run.judge is not None:
         run.judge.reset()
@@ -127,11 +134,13 @@ def rollout(
         start, prompts, limits, answered_by=responder.needs, prompted=responder.prompted, schema_check=schema_check
     )
     for position, task in enumerate(tasks):
-        first = attempts * repeats[task.task_id]
+        first = first_attempt + attempts * repeats[task.task_id]
         repeats[task.task_id] += 1
+        budget = token_budgets[position] if token_budgets is not None else 0
         for attempt in range(first, first + attempts):
-            known = _Attempt(task, group_offset + position, attempt)
-            run.add(known, begin(task, known.group_id, attempt) if hosts.owns(position) else None)
+            known = _Attempt(task, group_offset + position, attempt, position)
+            episode = begin(task, known.group_id, attempt, most_tokens=budget) if hosts.owns(position) else None
+            run.add(known, episode)
     run.share()
 
     while run.unfinished:
@@ -161,6 +170,7 @@ class _Attempt:
     task: Task
     group_id: int
     attempt: int
+    position: int  # of the task
     turn: int = 0
     waits_for: dict[int, Request] = dataclasses.field(
         default_factory=dict
@@ -210,6 +220,7 @@ class _Run:
     generations: int  # the most that a trajectory may have
     future_timeout_s: float | None
     user: User | None
+    on_segment: OnSegment | None = None
     attempts: list[_Attempt] = dataclasses.field(default_factory=list)
     unfinished: int = 0
     tokens: int = 0
@@ -365,7 +376,10 @@ class _Run:
                 finish_reason=sample.finish_reason,
                 policy_version=self.policy_version,
                 turn=attempt.turn,
+                cached_tokens=sample.cached_tokens,
             )
+            if self.on_segment is not None:
+                self.on_segment(attempt.position, attempt.attempt, attempt.segments[index])
             if number in self.episodes and not attempt.waits_for:
                 episode = self.episodes[number]
                 segments = [attempt.segments[request.index] for request in episode.requests]  # in call order

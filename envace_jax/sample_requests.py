@@ -41,6 +41,7 @@ class Sample:
     tokens: np.ndarray  # i32[C]
     logprobs: np.ndarray  # f32[C], at the sampling temperature (at 1 for greedy), before top-p
     finish_reason: FinishReason
+    cached_tokens: int = 0  # of the prompt, found in a kept cache
 
 
 @dataclasses.dataclass
@@ -102,6 +103,7 @@ class Running:
     source: int = drawing.NOWHERE  # row that holds the prompt's first `prefilled` tokens
     prefilled: int = 0
     held: bool = False  # its own pages hold those
+    cached: int = 0  # tokens of the prompt that were in a kept cache when it came
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     count: int = 0  # tokens drawn

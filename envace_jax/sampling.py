@@ -210,7 +210,7 @@ class Sampler:
         self._cache.finish(slot, item, tokens[:-1])
         del self._running[slot]
         reason: FinishReason = "stop" if int(tokens[-1]) in item.stop_ids else "length"
-        return Sample(item.request.request_id, tokens, np.concatenate(item.logprobs), reason)
+        return Sample(item.request.request_id, tokens, np.concatenate(item.logprobs), reason, item.cached)
 
 
 def _checked_stop_ids(stop_ids: Sequence[int]) -> tuple[int, ...]:

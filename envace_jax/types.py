@@ -78,6 +78,7 @@ class Task:
 
     With a `scenario` a simulated user answers every reply, all of it one turn that its end or a limit ends:
     `user_turns` is then only the opening message, or one empty text where the simulated user gives that too.
+    Without `user_turns` the task is to go on from where `messages` end, a user's message or tool results: one turn.
     """
 
     task_id: str
@@ -89,6 +90,10 @@ class Task:
     environment: Mapping[str, Json] | None = None  # {"name": ..., "state": ...} where executable
     conversation: tuple[Message, ...] = ()  # the full reference conversation after the system message, if known
     scenario: str = ""  # what a simulated user is told, its system message; "" where user turns are fixed
+    # What the policy alone reads, in its prompts to ACT: no message of the conversation, which tools, users and judges
+    # are told. At the end of the system text, or of what the user or the tools said last.
+    note: str = ""
+    note_place: Literal["system", "user"] = "system"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Segment:
     finish_reason: FinishReason
     policy_version: int
     turn: int = 0
+    cached_tokens: int = 0  # of the prompt, found in a kept cache
 
 
 @dataclasses.dataclass(frozen=True)
