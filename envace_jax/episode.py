@@ -212,6 +212,9 @@ def on_rehearsed(episode: Episode, segments: Sequence[Segment]) -> Episode:
     _expect(episode, Need.REHEARSE)
     texts = [_text(episode, segment) for segment in segments]
     episode = dataclasses.replace(episode, segments=(*episode.segments, *segments))
+    asked = episode.requests[0].max_tokens
+    if asked < episode.limits.rehearse_response and any(segment.finish_reason == "length" for segment in segments):
+        return _end(episode, Reason.LENGTH)  # its budget cut the answer, which says nothing of the call
     if episode.prompted:
         try:
             results = [read_rehearsal(text) for text in texts]

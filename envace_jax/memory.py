@@ -112,11 +112,12 @@ def lines(messages: Sequence[Message], limit: int | None) -> list[str]:
         if message["role"] == "user":
             entries.append(f"user: {content}")
         elif message["role"] == "assistant":
+            entries += [f"call: {call}" for call in waiting]
             waiting = [_cut(render_call(call), limit) for call in message_calls(message)]
             entries += [f"reply: {content}"] if content else []
         elif message["role"] == "tool":
             entries.append(f"call: {waiting.pop(0) if waiting else message.get('name', 'tool')}\nresult: {content}")
-    return entries
+    return entries + [f"call: {call}" for call in waiting]
 
 
 def _own(task: Task, attempt: Trajectory) -> Sequence[Message]:

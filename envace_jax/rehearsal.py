@@ -24,7 +24,7 @@ from typing import Any, Literal
 from envace_jax import memory as written
 from envace_jax.episode import Limits
 from envace_jax.responders import Rehearsed
-from envace_jax.roles import Prompts
+from envace_jax.roles import Prompts, message_calls
 from envace_jax.rollout import Player, Progress, rollout
 from envace_jax.sampling import Sample, SampleRequest
 from envace_jax.types import Json, Message, MessageList, Segment, Task, Trajectory, TurnScore
@@ -159,6 +159,8 @@ def task_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], ta
     said: list[Message] = []
     for place, message in enumerate(messages):
         role, content = message.get("role"), _text(message.get("content"), f"messages[{place}].content")
+        if role == "assistant":
+            _check_calls(message, f"messages[{place}].tool_calls")
         if role in ("system", "developer"):
             system.append(content)
         elif role in ("user", "assistant", "tool"):
@@ -169,6 +171,15 @@ def task_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], ta
         raise ValueError("messages must end with a user's message or with tool results")
     head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     return Task(task_id, (*head, *said), tuple(tools), (), checklist=((),))
+
+
+def _check_calls(message: Message, where: str) -> None:
+    try:
+        fine = all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in message_calls(message))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{where} are not calls with a name and an object of arguments, or its JSON text")
 
 
 def _text(content: Json, where: str) -> str:
