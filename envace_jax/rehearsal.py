@@ -103,27 +103,25 @@ def rehearse(
     progress: Progress | None = None,
     on_segment: OnSegment | None = None,
     cache: Cache | None = None,
+    after: Sequence[Memory] | None = None,
 ) -> list[Memory]:
     """A memory for each task, by the player's own attempts at all of them in one batch.
 
     A memory depends on the task, the settings, the seed and the policy alone, not on the tasks beside it. Those that
-    `cache` holds are not rehearsed again. Mode "none" gives empty memories. Raises ValueError for a task whose first
-    user message is still to come.
+    `cache` holds are not rehearsed again. With `after`, what came of the same tasks, mode and seed with fewer attempts
+    and without a budget, only the further attempts are made; the result is the same. Mode "none" gives empty memories.
+    Raises ValueError for a task whose first user message is still to come.
     """
     if settings.mode == "none":
         return [Memory("") for _ in tasks]
     known = [None if cache is None else cache.get(task, settings, seed) for task in tasks]
     new = [
-        _Rehearsal(private_view(task), settings) for task, memory in zip(tasks, known, strict=True) if memory is None
+        _Rehearsal(private_view(task), settings).after(None if after is None else after[place])
+        for place, task in enumerate(tasks)
+        if known[place] is None
     ]
     stage = _Stage(player, settings, prompts, limits, seed, progress, on_segment)
-    if settings.mode == "parallel":
-        stage.play(new, settings.n)
-        stage.remember(new)
-    else:
-        for attempt in range(settings.n):
-            stage.play(new, 1, attempt)
-            stage.remember([rehearsal for rehearsal in new if len(rehearsal.attempts) > attempt])
+    stage.rehearse(new)
     made = iter(rehearsal.result() for rehearsal in new)
     memories = [memory if memory is not None else next(made) for memory in known]
     if cache is not None:
@@ -236,6 +234,27 @@ class _Rehearsal:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    def after(self, earlier: Memory | None) -> _Rehearsal:
+        """The same, with what an earlier one with fewer attempts left. Raises ValueError where it had more."""
+        if earlier is None:
+            return self
+        if len(earlier.attempts) > self.settings.n or self.settings.max_tokens:
+            raise ValueError(
+                f"a rehearsal of n={self.settings.n} cannot go on from {len(earlier.attempts)} attempts, "
+                f"or with max_tokens={self.settings.max_tokens}"
+            )
+        self.attempts = list(earlier.attempts)
+        if self.settings.mode == "sequential":
+            self.text = earlier.text
+            self.count(earlier.prompt_tokens, earlier.completion_tokens, earlier.cached_tokens)
+        else:  # the earlier memory is no part of this one
+            self.count_attempts(self.attempts)
+        return self
+
+    def count_attempts(self, attempts: Sequence[Trajectory]) -> None:
+        for segment in (segment for attempt in attempts for segment in attempt.segments):
+            self.count(len(segment.prompt_tokens), len(segment.tokens), segment.cached_tokens)
+
     def share(self, attempts: int) -> int | None:
         """The budget of each of the next attempts; 0: no bound, None: there is nothing left for them."""
         if not self.settings.max_tokens:
@@ -265,6 +284,18 @@ class _Stage:
     progress: Progress | None
     on_segment: OnSegment | None
 
+    def rehearse(self, rehearsals: Sequence[_Rehearsal]) -> None:
+        """All attempts that the settings ask for, and the memories."""
+        made = min((len(rehearsal.attempts) for rehearsal in rehearsals), default=0)
+        if self.settings.mode == "parallel":
+            if made < self.settings.n:
+                self.play(rehearsals, self.settings.n - made, made)
+            self.remember(rehearsals)
+            return
+        for attempt in range(made, self.settings.n):
+            self.play(rehearsals, 1, attempt)
+            self.remember([rehearsal for rehearsal in rehearsals if len(rehearsal.attempts) > attempt])
+
     def play(self, rehearsals: Sequence[_Rehearsal], attempts: int, first: int = 0) -> None:
         """Attempts at all tasks whose budget allows any, each with what is remembered so far."""
         shares = [(rehearsal, rehearsal.share(attempts)) for rehearsal in rehearsals]
@@ -282,8 +313,7 @@ class _Stage:
         for place, (rehearsal, _) in enumerate(able):
             own = played[place * attempts : (place + 1) * attempts]
             rehearsal.attempts += own
-            for segment in (segment for trajectory in own for segment in trajectory.segments):
-                rehearsal.count(len(segment.prompt_tokens), len(segment.tokens), segment.cached_tokens)
+            rehearsal.count_attempts(own)
 
     def remember(self, rehearsals: Sequence[_Rehearsal]) -> None:
         """Makes or revises the memory of all attempts so far."""

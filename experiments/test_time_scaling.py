@@ -2,8 +2,8 @@
 
 Modes none, parallel and sequential, N = 1, 2, 4 and 8 attempts, the base and the trained policies of three seeds:
 success in the executable environment on held-out tasks, one real run each, sampled and greedy, against the tokens that
-the rehearsals sampled. Placements and writers of the memory are compared at N = 4; `reference` in the place of a
-rehearsal is a memory of the reference's own calls, more than any rehearsal could find.
+the rehearsals sampled. Placements and writers of the memory are compared at the largest N; `reference` in the place of
+a rehearsal is a memory of the reference's own calls, more than any rehearsal could find.
 
 `--trained` takes a work folder or model folder for each seed; where it is left out the policies are trained first, by
 the main command, about 4 minutes each on two quiet cores. Every cell is a file in --runs: an interrupted table goes on
@@ -43,8 +43,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend has to be chosen first
 
 NAME = "test_time_scaling"
-ATTEMPTS = (1, 2, 4, 8)
-TASKS, TASK_SEED = 128, 0  # the first of the held-out tasks that training's own evaluation has
+ATTEMPTS = (1, 2, 4, 8)  # ascending
+TASKS, TASK_SEED = 64, 0  # the first of the held-out tasks that training's own evaluation has
 MEMORY_TOKENS = 64  # a message of the tiny policy has at most 44
 ROOM = (  # the memory comes on top of what the tiny world needs
     "--config.limits.act_context=640", "--config.sampler.max_length=640", "--config.sampler.cache_lengths=(640,)",
@@ -60,16 +60,15 @@ def settings(mode: str, n: int = 1, **changes: Any) -> Settings:
 
 
 def conditions(attempts: Sequence[int]) -> dict[str, Settings]:
-    """What is measured, by name; the placements and writers last."""
+    """What is measured, by name: modes and attempts, then other memories of the same parallel attempts, then those of
+    the reference."""
     found = {"none": settings("none")}
     for mode in ("parallel", "sequential"):
         found |= {f"{mode}:{n}": settings(mode, n) for n in attempts}
-    for placement in ("system", "user"):
-        for memory in ("written", "transcript"):
-            name = f"parallel:4 {memory} in {placement}"
-            found[name] = settings("parallel", 4, placement=placement, memory=memory)
-        found[f"{REFERENCE} in {placement}"] = settings("none", placement=placement)
-    return {name: chosen for name, chosen in found.items() if name != "parallel:4 written in system"}
+    for placement, memory in (("system", "transcript"), ("user", "written"), ("user", "transcript")):
+        name = f"parallel:{attempts[-1]} {memory} in {placement}"
+        found[name] = settings("parallel", attempts[-1], placement=placement, memory=memory)
+    return found | {f"{REFERENCE} in {place}": settings("none", placement=place) for place in ("system", "user")}
 
 
 # --- one cell ---
@@ -82,6 +81,31 @@ class Subject:
     player: Player
     prompts: Prompts
     limits: Limits
+    # What is not computed twice: by mode the last rehearsal, which one with more attempts goes on from, and outcomes of
+    # real runs by (task, memory, placement, temperature).
+    rehearsed: dict[str, list[Memory]] = dataclasses.field(default_factory=dict)
+    outcomes: dict[tuple[str, str, str, float], float] = dataclasses.field(default_factory=dict)
+
+    def memories(self, chosen: Settings, tasks: Sequence[Task], seed: int) -> list[Memory]:
+        found = rehearsal.rehearse(
+            self.player, tasks, chosen, prompts=self.prompts, limits=self.limits, seed=seed,
+            after=self.rehearsed.get(chosen.mode),
+        )  # fmt: skip
+        self.rehearsed[chosen.mode] = found
+        return found
+
+    def solved(self, tasks: Sequence[Task], temperature: float, seed: int) -> list[float]:
+        """1 or 0 for each task, nan where something outside failed."""
+        keys = [(task.task_id, task.note, task.note_place if task.note else "", temperature) for task in tasks]
+        new = [task for key, task in zip(keys, tasks, strict=True) if key not in self.outcomes]
+        if new:
+            played = evaluate.success(
+                self.player.sampler, self.player.params, new, reward=ChecklistReward(), prompts=self.prompts,
+                limits=self.limits, samples=1, temperature=temperature, top_p=1.0, seed=seed,
+            )  # fmt: skip
+            missing = [key for key in keys if key not in self.outcomes]
+            self.outcomes.update(zip(missing, played.per_task.tolist(), strict=True))
+        return [self.outcomes[key] for key in keys]
 
 
 def load(folder: Path) -> Subject:
@@ -109,24 +133,17 @@ def measure(subject: Subject, name: str, chosen: Settings, tasks: Sequence[Task]
     if name.startswith(REFERENCE):
         memories = [reference_memory(task) for task in tasks]
     else:
-        memories = rehearsal.rehearse(
-            subject.player, tasks, chosen, prompts=subject.prompts, limits=subject.limits, seed=seed
-        )
+        memories = subject.memories(chosen, tasks, seed)
     found: dict[str, Any] = {
         "settings": dataclasses.asdict(chosen),
         "real_calls_before_the_commit": execution_count() - before,
         "no_memory": float(np.mean([not memory.text for memory in memories])),
-        "rehearsal_seconds": time.time() - start,
     }
     for count in ("prompt_tokens", "completion_tokens", "cached_tokens"):
         found[count] = float(np.mean([getattr(memory, count) for memory in memories]))
     ready = [rehearsal.with_memory(task, memory.text, chosen) for task, memory in zip(tasks, memories, strict=True)]
     for measure_name, temperature in MEASURES.items():
-        success = evaluate.success(
-            subject.player.sampler, subject.player.params, ready, reward=ChecklistReward(), prompts=subject.prompts,
-            limits=subject.limits, samples=1, temperature=temperature, top_p=1.0, seed=seed,
-        )  # fmt: skip
-        found[measure_name] = success.per_task.tolist()
+        found[measure_name] = subject.solved(ready, temperature, seed)
     return found | {"seconds": time.time() - start}
 
 
@@ -254,8 +271,8 @@ def main_(arguments: Sequence[str] | None = None) -> None:
     main.use_compilation_cache("")
     runs, wanted = args.runs.resolve(), conditions(args.attempts)
     found: dict[str, list[dict[str, dict[str, Any]]]] = {}
-    for policy in args.policies:
-        for number, seed in enumerate(args.seeds):
+    for number, seed in enumerate(args.seeds):
+        for policy in args.policies:
             folder = hf.resolve(model_path("asset:tiny_base"))
             if policy == "trained":
                 folder = trained_folder(args.trained, number, seed, runs)

@@ -140,11 +140,14 @@ def test_a_memory_that_the_context_cannot_hold_is_left_out_and_masks_nothing():
 @pytest.mark.parametrize("memory", ["written", "transcript"])
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 def test_a_task_alone_is_rehearsed_as_among_others(mode, memory):
+    def keyed(prompt, key_ids):
+        return f"{script(prompt, key_ids)} {key_ids}" if "You prepare" in prompt else script(prompt, key_ids)
+
     tasks = [scripted.task(task_id=f"task {number}") for number in range(5)]
     settings = Settings(mode, 3, memory=memory)
-    together = rehearsed(tasks, settings, sampler=ScriptedSampler(script, slots=7, shuffle=3))
+    together = rehearsed(tasks, settings, sampler=ScriptedSampler(keyed, slots=7, shuffle=3))
     for task, memory_ in zip(tasks, together, strict=True):
-        (alone,) = rehearsed([task], settings, sampler=ScriptedSampler(script, slots=1))
+        (alone,) = rehearsed([task], settings, sampler=ScriptedSampler(keyed, slots=1))
         assert alone.text == memory_.text and alone.completion_tokens == memory_.completion_tokens
         assert [a.messages for a in alone.attempts] == [a.messages for a in memory_.attempts]
     assert len({attempt.messages[-1]["content"] for m in together for attempt in m.attempts}) == 15  # each its own
@@ -423,3 +426,21 @@ def test_a_judged_run_goes_on_from_results_in_one_turn():
     assert played.reason == "done" and played.reward == 0.5
     ((_, turn, messages),) = judge.asked
     assert turn == 0 and messages[0]["role"] == "user"  # the whole turn, from its user message on
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_a_rehearsal_goes_on_from_one_with_fewer_attempts(mode):
+    tasks = [scripted.task(), scripted.task(task_id="other")]
+    whole = rehearsed(tasks, Settings(mode, 4))
+    sampler = ScriptedSampler(script)
+    begun = rehearsed(tasks, Settings(mode, 1), sampler=sampler)
+    after = rehearsed(tasks, Settings(mode, 3), sampler=sampler, after=begun)
+    again = rehearsed(tasks, Settings(mode, 4), sampler=sampler, after=after)
+    for one, other in zip(whole, again, strict=True):
+        assert one.text == other.text and [a.messages for a in one.attempts] == [a.messages for a in other.attempts]
+        counts = [(m.prompt_tokens, m.completion_tokens, m.cached_tokens) for m in (one, other)]
+        assert counts[0] == counts[1]
+    attempts = {key[2:4] for request in sampler.submitted if (key := request.key_ids)[1] == rehearsal.ATTEMPT_STREAM}
+    assert len(attempts) == 8 and len([r for r in sampler.submitted if r.key_ids[1] == rehearsal.ATTEMPT_STREAM]) == 24
+    with pytest.raises(ValueError, match="cannot go on from 4 attempts"):
+        rehearsed(tasks, Settings(mode, 2), after=again)
