@@ -126,15 +126,17 @@ def _act_prompt(prompts: Prompts, task: Task, opening: str | None, note: str) ->
         )
     if note and prompts.style == "full":
         note = f"{NOTE_TITLE}\n{note}"
+    after: list[int] = []
     if note and task.note_place == "system":
         system = _below(system, note)
     elif note and said[-1]["role"] == "user":
         said[-1] = {**said[-1], "content": _below(said[-1]["content"], note)}
-    elif note:
-        said.append({"role": "user", "content": note})
+    elif note:  # no turn of its own: the thoughts of the one under way stay
+        after = chat.user(note)
     return [
         *chat.system(system, list(task.tools)),
         *_spoken(chat, said),
+        *after,
         *chat.assistant_prefix(thinking=prompts.thinking),
     ]
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from test_rollout import CHAT, LIMITS, ScriptedSampler, bank_script, is_rehearsal
 
 from envace_jax import envs, rehearsal, roles
+from envace_jax.chat import load_tokenizer
+from envace_jax.config import ASSETS
 from envace_jax.episode import Limits
 from envace_jax.fingerprint import of_tasks
 from envace_jax.rehearsal import Memory, Settings, rehearse, task_of, with_memory
@@ -303,8 +305,29 @@ def test_thoughts_are_kept_in_the_turn_under_way_as_in_qwens_template():
     ]
     later = [*thinking, {"role": "assistant", "content": "5 and 1"}, {"role": "user", "content": "turn 1"}]
     for messages, kept in ((thinking, True), (later, False)):
-        text = CHAT.decode(roles.act_prompt(FULL, task_of(messages, (), "here")))
-        assert ("<think>\nboth\n</think>" in text) == kept
+        for note in ("", NOTES):
+            task = with_memory(task_of(messages, (), "here"), note, Settings(placement="user"))
+            text = CHAT.decode(roles.act_prompt(FULL, task))
+            assert ("<think>\nboth\n</think>" in text) == kept and (NOTES in text) == bool(note)
+
+
+@pytest.mark.parametrize("thoughts", [{}, {"reasoning_content": "both"}], ids=["plain", "thoughts"])
+@pytest.mark.parametrize("end", [5, 7])
+def test_a_conversation_is_written_as_the_chat_template_writes_it(end, thoughts):
+    transformers = pytest.importorskip("transformers")
+    folder = ASSETS / "tiny_base"
+    later = [{"role": "assistant", "content": "5 and 1"}, {"role": "user", "content": "turn 1"}]
+    messages = [{**message} for message in [*SPOKEN, *later][:end]]
+    messages[1]["content"] = "turn 0, please"
+    arguments = [{"owner": "ann"}, {"owner": "bob"}]
+    calls = [{"type": "function", "function": {"name": "balance", "arguments": a}} for a in arguments]
+    messages[2] = {"role": "assistant", "content": "", "tool_calls": calls, **thoughts}
+    tools = list(scripted.task().tools)
+    ids = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, enable_thinking=True, return_dict=False
+    )
+    prompts = roles.Prompts(load_tokenizer(folder), thinking=True)
+    assert roles.act_prompt(prompts, task_of(messages, tools, "here")) == list(ids)
 
 
 @pytest.mark.parametrize(
