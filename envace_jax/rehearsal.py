@@ -114,6 +114,8 @@ def rehearse(
     """
     if settings.mode == "none":
         return [Memory("") for _ in tasks]
+    if after is not None and len({len(memory.attempts) for memory in after}) > 1:
+        raise ValueError("a rehearsal cannot go on from memories of different numbers of attempts")
     known = [None if cache is None else cache.get(task, settings, seed) for task in tasks]
     new = [
         _Rehearsal(private_view(task), settings).after(None if after is None else after[place])
@@ -335,7 +337,7 @@ class _Stage:
         room = self.settings.memory_tokens
         if self.settings.max_tokens:
             room = min(room, self.settings.max_tokens - rehearsal.completion_tokens)
-        room = min(room, self.limits.act_context // 2)
+        room = min(room, self.limits.act_context // 2)  # the attempts must have room too
         attempts = _begun(rehearsal)
         if not attempts or room < 1:
             return None

@@ -467,3 +467,7 @@ def test_a_rehearsal_goes_on_from_one_with_fewer_attempts(mode):
     assert len(attempts) == 8 and len([r for r in sampler.submitted if r.key_ids[1] == rehearsal.ATTEMPT_STREAM]) == 24
     with pytest.raises(ValueError, match="cannot go on from 4 attempts"):
         rehearsed(tasks, Settings(mode, 2), after=again)
+    with pytest.raises(ValueError, match="different numbers"):
+        rehearsed(tasks, Settings(mode, 4), after=[begun[0], after[1]])
+    with pytest.raises(ValueError, match="max_tokens=50"):
+        rehearsed(tasks, Settings(mode, 4, max_tokens=50), after=begun)

@@ -109,3 +109,22 @@ def test_a_work_folder_stands_for_its_model(tmp_path):
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     assert table.model_folder(str(tmp_path / "run")) == tmp_path / "run" / "model"
     assert Memory("").attempts == ()
+
+
+@pytest.mark.slow
+def test_a_real_policy_is_measured_and_calls_nothing_before_its_real_run():
+    subject = table.load(table.hf.resolve(table.model_path("asset:tiny_base")))
+    tasks = tiny.tasks("heldout", 6, 0)
+    cells = {}
+    for name in ("none", "parallel:1", "parallel:2"):
+        cells[name] = table.measure(subject, name, table.conditions((1, 2))[name], tasks, 0)
+    assert {cell["real_calls_before_the_commit"] for cell in cells.values()} == {0}
+    assert 0 == cells["none"]["completion_tokens"] < cells["parallel:1"]["completion_tokens"]
+    assert cells["parallel:2"]["no_memory"] == 0 and cells["parallel:2"]["cached_tokens"] > 0
+    assert all(value in (0.0, 1.0) for cell in cells.values() for name in table.MEASURES for value in cell[name])
+    # The same attempts and memories without the others beside them and at once.
+    fresh = table.load(table.hf.resolve(table.model_path("asset:tiny_base")))
+    alone = fresh.memories(table.settings("parallel", 2), tasks[:1], 0)[0]
+    together = subject.rehearsed["parallel"][0]
+    assert alone.text == together.text and alone.completion_tokens == together.completion_tokens
+    assert [a.messages for a in alone.attempts] == [a.messages for a in together.attempts]
