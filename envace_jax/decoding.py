@@ -250,19 +250,20 @@ def decode(
 
     Slot b's stream is the pool's row rows[b] (NOWHERE for an idle slot). Returns the state and what the host reads,
     i32[B, 2 C + 3]: tokens, the bits of their log-probabilities, how many, whether the slot is still active, and (in
-    every row) the number of steps taken. Idle slots have sequence id 0: they write nothing.
+    every row) the number of steps taken. Idle slots have sequence id 0: they write nothing. One that was drawing and
+    has no row any longer stops.
     """
 
     def cache(arrays: Any, now: Drawing) -> KVCache:
         k, v = arrays
         return KVCache(k, v, now.length, state.by_position)
 
-    begun = state.drawing.length
+    begun = dataclasses.replace(state.drawing, active=state.drawing.active & (rows >= 0))
     step, working, now = draw_steps(
-        policy, vocab_limit, params, cache, lambda written: (written.k, written.v), state.working, state.drawing, limits
+        policy, vocab_limit, params, cache, lambda written: (written.k, written.v), state.working, begun, limits
     )
     pool = jax.tree.map(
-        lambda old, at, new: _write_back(old, at, rows, begun, new, now.tokens.shape[1], shards),
+        lambda old, at, new: _write_back(old, at, rows, begun.length, new, now.tokens.shape[1], shards),
         state.pool,
         axes,
         working,

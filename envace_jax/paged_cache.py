@@ -128,6 +128,21 @@ class PagedCache:
         self._streams.finish(item.row, len(item.prompt), tokens)
         self._pages.written(item.row, len(item.prompt) + len(tokens))
 
+    def cancel(self, slot: int, item: Running, running: dict[int, Running], stats: SamplerStats) -> None:
+        """The slot is free; its row keeps what is cached, or nothing where it waits for pages."""
+        del stats
+        if slot in self._drawing:
+            self.finish(slot, item, np.concatenate(item.tokens)[:-1])
+            return
+        self._waiting.discard(slot)
+        self._pages.drop(item.row)
+        self._streams.prefilled(item.row)
+        self._streams.finish(item.row, 0, np.zeros(0, np.int32))
+        for other in (running[waiting] for waiting in self._waiting):
+            if other.source == item.row and not other.held:  # it has nothing to copy from any longer
+                place = self._streams.again(other.row, self._tokens(other))
+                other.source, other.prefilled = place.source, place.shared
+
     # --- who has pages ---
 
     def _in_order(self, slots: set[int]) -> list[int]:

@@ -104,6 +104,21 @@ class PooledCache:
         """The slot is free, its row keeps the prompt and `tokens`."""
         self._streams.finish(item.row, len(item.prompt), tokens)
 
+    def cancel(self, slot: int, item: Running, running: dict[int, Running], stats: SamplerStats) -> None:
+        """The slot is free; its row keeps what is cached, or nothing where its prompt is still to be prefilled."""
+        if slot not in self._waiting:
+            self.finish(slot, item, np.concatenate(item.tokens)[:-1])
+            return
+        self._waiting.remove(slot)
+        stats.reused_tokens -= item.cached
+        self._streams.prefilled(item.row)
+        self._streams.finish(item.row, 0, np.zeros(0, np.int32))
+        for other in (running[waiting] for waiting in self._waiting):
+            if other.source == item.row:  # it has nothing to copy from any longer
+                place = self._streams.again(other.row, other.prompt)
+                stats.reused_tokens += place.shared - other.cached
+                other.source, other.prefilled, other.cached = place.source, place.shared, place.shared
+
     def _slot_rows(self, running: dict[int, Running]) -> jax.Array:
         rows = np.full(self.settings.slots, drawing.NOWHERE, np.int32)
         for slot, item in running.items():

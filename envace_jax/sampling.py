@@ -92,6 +92,7 @@ class Sampler:
             slots, max_length, buckets, vocab_limit, rows, pages, page_size, mesh, shards, cache_dtype, decode_chunk
         )
         self._running: dict[int, Running] = {}  # by slot
+        self._drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by request
         self._cache: Any = (
             paged_cache.PagedCache(paged_cache.make_programs(policy, settings), settings)
             if pages
@@ -112,13 +113,13 @@ class Sampler:
         """Another, empty sampler with the same settings that shares the compiled programs."""
         other = copy.copy(self)
         other.stats = SamplerStats()
-        other._running = {}
+        other._running, other._drawn = {}, {}
         other._cache = type(self._cache)(self.programs, self._cache.settings)
         return other
 
     def reset(self) -> None:
         """Forgets all kept caches and drops whatever is running. To be called after a weight update."""
-        self._running = {}
+        self._running, self._drawn = {}, {}
         self._cache.reset()
 
     def warm_up(self, params: Params, progress: Callable[[str], None] = lambda _: None) -> None:
@@ -160,8 +161,31 @@ class Sampler:
         if requests:
             self._cache.place([self._checked(request) for request in requests], self._running, self.stats)
 
+    def check(self, request: SampleRequest) -> None:
+        """Raises ValueError for a request that `submit` would not take."""
+        self._checked(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """Takes a request out of its slot, which is free at once; False if it is in none.
+
+        What its cache holds so far stays there for others to continue. No other request draws anything else for it.
+        """
+        for slot, item in self._running.items():
+            if item.request.request_id == request_id:
+                del self._running[slot]
+                self._drawn.pop(request_id, None)
+                self._cache.cancel(slot, item, self._running, self.stats)
+                return True
+        return False
+
+    def drawn(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """What each request that is still in a slot drew in the last call of `step`, by id: tokens i32[C] and
+        logprobs f32[C]. Together, in order, they are the beginning of its sample."""
+        return self._drawn
+
     def step(self, params: Params) -> list[Sample]:
         """Prefills what was submitted, then draws up to `decode_chunk` tokens per slot; returns what finished."""
+        self._drawn = {}
         if not self._running:
             return []
         active = len(self._cache.prefill(params, self._running, self.stats))
@@ -200,7 +224,9 @@ class Sampler:
             item.count += count
             item.tokens.append(report[slot, :count].copy())
             item.logprobs.append(logprobs[slot, :count].copy())
-            if not active[slot]:
+            if active[slot]:
+                self._drawn[item.request.request_id] = (item.tokens[-1], item.logprobs[-1])
+            else:
                 finished.append(self._finish(slot, item))
         return finished
 
