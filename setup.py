@@ -5,6 +5,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# The OpenAI-compatible server (python -m envace_jax.serve): routes, HTTP, and /metrics.
+SERVE = ["fastapi>=0.115", "pydantic>=2.10", "uvicorn>=0.34", "prometheus-client>=0.21"]
 ROOT = Path(__file__).resolve().parent
 
 
@@ -39,7 +41,11 @@ setup(
         # transformers is the outside reference for chat templates and weights. Parity with its models also needs torch,
         # left out because a plain `torch` brings gigabytes of CUDA: those tests skip without it, and .ci/run says which
         # CPU build to install.
-        "test": ["pytest>=8", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1", "ruff>=0.12", "mypy>=1.15"],
+        "test": [
+            *["pytest>=8", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1", "ruff>=0.12", "mypy>=1.15"],
+            *[*SERVE, "httpx>=0.28", "openai>=2.0"],  # the server and clients to try it with
+        ],
+        "serve": SERVE,
         "tpu": ["jax[tpu]"],
         "plan": ["libtpu==0.0.52"],  # compiles for TPUs on a machine without one; the one that jax 0.10.2 is made for
         "cuda": ["jax[cuda13]"],

@@ -29,6 +29,7 @@ REQUIRED_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT, CALL_OPEN, CALL_CLOS
 OPTIONAL_TOKENS = (THINK_OPEN, THINK_CLOSE, RESULT_OPEN, RESULT_CLOSE)
 
 SHORT = 64  # characters of a span whose ids are kept
+LONG = 10_000  # characters of a span that is encoded in the way in which other threads may run meanwhile
 MAX_JSON_DEPTH = 64  # of a call's arguments: far from Python's recursion limit, whatever the caller's stack
 
 # Word for word from the chat template that Qwen3 checkpoints ship.
@@ -104,10 +105,11 @@ class Chat:
             prefix += [_Control(THINK_OPEN), "\n\n", _Control(THINK_CLOSE), "\n\n"]
         return self._join(*prefix)
 
-    def assistant(self, content: str, reasoning: str | None = None, calls: Sequence[ToolCall] = ()) -> list[int]:
+    def assistant(self, content: str, reasoning: str | None = None, calls: Sequence[ToolCall | str] = ()) -> list[int]:
         """The body of an assistant message as a model emits it after `assistant_prefix()`, `<|im_end|>` included.
 
-        `reasoning=None` writes no thoughts, `reasoning=""` an empty `<think>` block. Follow it by `close()`.
+        `reasoning=None` writes no thoughts, `reasoning=""` an empty `<think>` block. A call may be given as its JSON
+        text, which is taken as it is. Follow the body by `close()`.
         """
         body: list[str | _Control] = []
         if reasoning is None:
@@ -118,8 +120,13 @@ class Chat:
         for number, call in enumerate(calls):
             if number or content:
                 body.append("\n")
-            body += [_Control(CALL_OPEN), "\n" + render_call(call) + "\n", _Control(CALL_CLOSE)]
+            text = call if isinstance(call, str) else render_call(call)
+            body += [_Control(CALL_OPEN), "\n" + text + "\n", _Control(CALL_CLOSE)]
         return self._join(*body, _Control(MESSAGE_END))
+
+    def call_opening(self, text: str) -> list[int]:
+        """`<tool_call>` and the beginning of a call's JSON text, which a message that must call a tool begins with."""
+        return self._join(_Control(CALL_OPEN), "\n" + text)
 
     def close(self, last_tokens: Sequence[int]) -> list[int]:
         """What must follow a sampled assistant message: a newline, and `<|im_end|>` before it if it lacks one."""
@@ -155,6 +162,8 @@ class Chat:
 
 def _span(tokenizer: Tokenizer, text: str) -> list[int]:
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if len(text) > LONG:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

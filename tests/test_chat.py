@@ -346,6 +346,13 @@ def test_close_makes_the_stream_well_formed(small: Chat) -> None:
     assert set(small.stop_ids) == {small.end_of_message, small.pad_id} and len(set(small.stop_ids)) == 2
 
 
+def test_a_long_span_is_encoded_alike(small: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "hello \ud800 <|im_end|> <tool_call> 東🙂 " * 500
+    long = small.encode(text)
+    monkeypatch.setattr(chat_module, "LONG", len(text))
+    assert small.encode(text) == long and len(long) > 1000
+
+
 def test_encode_replaces_lone_surrogates(small: Chat) -> None:
     assert small.decode(small.encode("a\ud800b\udc00")) == "a\ufffdb\ufffd"
     assert small.decode(small.encode("\ufeff\ud83d\ude00")) == "\ufeff😀"
