@@ -123,7 +123,7 @@ def test_a_real_policy_is_measured_and_calls_nothing_before_its_real_run():
     assert cells["parallel:2"]["no_memory"] == 0 and cells["parallel:2"]["cached_tokens"] > 0
     assert all(value in (0.0, 1.0) for cell in cells.values() for name in table.MEASURES for value in cell[name])
     # The same attempts and memories without the others beside them and at once.
-    fresh = table.load(table.hf.resolve(table.model_path("asset:tiny_base")))
+    fresh = dataclasses.replace(subject, rehearsed={}, outcomes={})
     alone = fresh.memories(table.settings("parallel", 2), tasks[:1], 0)[0]
     together = subject.rehearsed["parallel"][0]
     assert alone.text == together.text and alone.completion_tokens == together.completion_tokens
