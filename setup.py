@@ -35,7 +35,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["envace_jax", "envace_jax.*"]),
-    package_data={"envace_jax": ["py.typed", "assets/**/*"]},
+    package_data={"envace_jax": ["py.typed", "assets/**/*", "serving/*.html"]},
     install_requires=requirements(),
     extras_require={
         # transformers is the outside reference for chat templates and weights. Parity with its models also needs torch,
