@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -104,6 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             for part in (sent[: len(sent) // 2], sent[len(sent) // 2 :]):
                 self.wfile.write(part)
                 self.wfile.flush()
+                time.sleep(0.01)  # so that they arrive one by one
 
 
 @pytest.fixture(scope="module")
