@@ -56,6 +56,8 @@ OnSegment = Callable[[int, int, Segment], None]  # (place of the task, attempt, 
 # With several processes, seconds that one waits for its own outside answers before it asks after the others'.
 PATIENCE_S = 0.2
 
+OnEnd = Callable[[int, Trajectory], None]  # (its place in the result, a trajectory that is over)
+
 
 @dataclasses.dataclass(frozen=True)
 class Player:
@@ -82,6 +84,7 @@ def rollout(
     policy_version: int = 0,
     group_offset: int = 0,
     user: User | None = None,
+    on_end: OnEnd | None = None,
     future_timeout_s: float | None = 600.0,
     schema_check: bool = False,
     progress: Progress | None = None,
@@ -101,6 +104,7 @@ def rollout(
       policy_version: written into every segment.
       group_offset: group ids are group_offset + position of the task.
       user: who answers replies in tasks with a simulated user.
+      on_end: told of each of this process's own trajectories once it is over, its environment closed.
       future_timeout_s: seconds that a responder, a judge or a user may take; None waits without end.
       schema_check: calls that do not fit their tool's schema end the trajectory without being put to anybody.
       progress: called after every round of the loop.
@@ -127,6 +131,7 @@ def rollout(
     )  # fmt: skip
     if run.judge is not None:
         run.judge.reset()
+    run.on_end = on_end
     for seat in run.different_seats():
         seat.sampler.reset()  # kept caches may be of other weights
     repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
@@ -228,6 +233,7 @@ class _Run:
     episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)
     outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)
     news: list[_News] = dataclasses.field(default_factory=list)
+    on_end: OnEnd | None = None
 
     @property
     def judge(self) -> LocalModel | None:
@@ -258,6 +264,8 @@ class _Run:
                 attempt.turn, attempt.waits_for = turn, {request.index: request for request in requests}
                 if not requests:
                     self.unfinished -= 1
+                    if self.on_end is not None and number in self.episodes:
+                        self.on_end(number, as_trajectory(self.episodes[number]))
                 for request in requests:
                     heapq.heappush(self.seats[request.role].waiting, (number, request.index))
             if self.judge is not None:
