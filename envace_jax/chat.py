@@ -24,7 +24,8 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>", "</tool_response>"
 
-REQUIRED_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT, CALL_OPEN, CALL_CLOSE)
+MESSAGE_TOKENS = (MESSAGE_START, MESSAGE_END, END_OF_TEXT)
+REQUIRED_TOKENS = (*MESSAGE_TOKENS, CALL_OPEN, CALL_CLOSE)
 # Plain text where the tokenizer has no such token, as in Qwen2.5.
 OPTIONAL_TOKENS = (THINK_OPEN, THINK_CLOSE, RESULT_OPEN, RESULT_CLOSE)
 
@@ -173,11 +174,12 @@ def _short_span(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(_span(tokenizer, text))
 
 
-def load_tokenizer(path: str | Path) -> Chat:
+def load_tokenizer(path: str | Path, spelled_tags: bool = False) -> Chat:
     """Load `tokenizer.json` from a model folder.
 
     Raises FileNotFoundError if the file is not there, and ValueError if it cannot be read or lacks one of
-    `REQUIRED_TOKENS`. The size of the vocabulary is the file's own.
+    `REQUIRED_TOKENS`. The size of the vocabulary is the file's own. With `spelled_tags` only the tokens around messages
+    are required: a model that was taught another form of calls then sees Qwen3's tags in ordinary tokens.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
@@ -186,7 +188,8 @@ def load_tokenizer(path: str | Path) -> Chat:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ValueError(f"{file} is not a tokenizers JSON file: {error}") from error
-    missing = [token for token in REQUIRED_TOKENS if tokenizer.token_to_id(token) is None]
+    required = MESSAGE_TOKENS if spelled_tags else REQUIRED_TOKENS
+    missing = [token for token in required if tokenizer.token_to_id(token) is None]
     if missing:
         raise ValueError(f"{file} lacks the chat tokens {', '.join(missing)}; a Qwen3-style tokenizer is needed")
     tokenizer.encode_special_tokens = True  # special tokens inside a text are spelled out

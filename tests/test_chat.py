@@ -379,6 +379,26 @@ def test_loading_errors_say_what_is_wrong(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_tags_that_a_tokenizer_lacks_are_spelled_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = small_tokenizer(tmp_path, special_tags=False)
+    held = json.loads((folder / "tokenizer.json").read_text())
+    held["added_tokens"] = [token for token in held["added_tokens"] if "tool" not in token["content"]]
+    held["model"]["vocab"] = {word: number for word, number in held["model"]["vocab"].items() if "tool" not in word}
+    (folder / "tokenizer.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="lacks the chat tokens <tool_call>, </tool_call>; a Qwen3-style"):
+        load_tokenizer(folder)
+    chat = load_tokenizer(folder, spelled_tags=True)
+    body = chat.assistant("", calls=[NOW])
+    assert chat.decode(body) == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>'
+    assert parse_assistant(chat.decode(body)).calls == (NOW,) and len(chat.encode("<tool_call>")) > 1
+    for token in ("<|im_end|>", "<|im_start|>"):  # these are needed either way
+        held["added_tokens"] = [entry for entry in held["added_tokens"] if entry["content"] != token]
+        held["model"]["vocab"].pop(token, None)
+    (folder / "tokenizer.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="lacks the chat tokens"):
+        load_tokenizer(folder, spelled_tags=True)
+
+
 def test_no_results_is_an_error(small: Chat) -> None:
     with pytest.raises(ValueError, match="no results"):
         small.tool_results([])

