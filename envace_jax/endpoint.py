@@ -112,7 +112,13 @@ class Endpoint:
                 "type": "json_schema",
                 "json_schema": {"name": "answer", "strict": True, "schema": dict(schema)},
             }
-        return self._pool.submit(self._answer, json.dumps(body, ensure_ascii=False).encode(), read)
+        return self._pool.submit(self._answer, json.dumps(body, ensure_ascii=False).encode(), _read_text(read))
+
+    def complete(self, messages: Sequence[Message], **fields: Json) -> Future[dict[str, Any]]:
+        """The first choice of a chat completion, {"message", "finish_reason", ...}; `fields` are further members of the
+        request, such as tools. The future raises EndpointFault as that of `ask`."""
+        body = {"model": self.settings.model, "messages": [dict(message) for message in messages], **fields}
+        return self._pool.submit(self._answer, json.dumps(body, ensure_ascii=False).encode(), lambda choice: choice)
 
     def close(self) -> None:
         """Gives up what is still being asked."""
@@ -120,7 +126,7 @@ class Endpoint:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._http.clear()
 
-    def _answer(self, body: bytes, read: Callable[[str], Answer]) -> Answer:
+    def _answer(self, body: bytes, read: Callable[[dict[str, Any]], Answer]) -> Answer:
         first, wait = next(self._turn), self.settings.backoff_s
         for number in range(self.settings.retries + 1):
             url = self.settings.urls[(first + number) % len(self.settings.urls)]
@@ -141,7 +147,7 @@ class Endpoint:
         self._count("given_up")
         raise last
 
-    def _try(self, url: str, body: bytes, read: Callable[[str], Answer]) -> Answer:
+    def _try(self, url: str, body: bytes, read: Callable[[dict[str, Any]], Answer]) -> Answer:
         address = url.rstrip("/") + "/chat/completions"
         timeout = urllib3.Timeout(self.settings.timeout_s)
         try:
@@ -155,29 +161,49 @@ class Endpoint:
         if response.status != 200:
             start = " ".join(response.data[:200].decode("utf-8", "replace").split())
             raise EndpointFault(f"status {response.status}", f"{address}: HTTP status {response.status}: {start}")
-        text, tokens = _text_of(address, response.data)
-        with self._lock:
-            self.counts.update(tokens)
+        choice, tokens = _choice_of(address, response.data)
         try:
-            return read(text)
+            return read(choice)
+        except _NoText as error:
+            tokens = {}  # nothing was answered
+            raise EndpointFault("body", f"{address}: a body that is no chat completion: {error!r}") from None
         except ValueError as error:
             raise EndpointFault("answer", f"{address}: an answer that is not what was asked for: {error}") from None
+        finally:
+            with self._lock:
+                self.counts.update(tokens)
 
     def _count(self, name: str) -> None:
         with self._lock:
             self.counts[name] += 1
 
 
-def _text_of(address: str, data: bytes) -> tuple[str, dict[str, int]]:
-    """The answer's text and the tokens it took, from the body of a response."""
+class _NoText(ValueError):
+    """A message whose content is no text."""
+
+
+def _read_text(read: Callable[[str], Answer]) -> Callable[[dict[str, Any]], Answer]:
+    """`read` of the text of a choice's message."""
+
+    def read_choice(choice: dict[str, Any]) -> Answer:
+        text = choice["message"].get("content")
+        if not isinstance(text, str):
+            raise _NoText(f"the message's content is of type {type(text).__name__}")
+        return read(text)
+
+    return read_choice
+
+
+def _choice_of(address: str, data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """The first choice, and the tokens it took, from the body of a response."""
     try:
         body = json_values.parse(data.decode("utf-8"))
-        text = body["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise ValueError(f"the message's content is of type {type(text).__name__}")
+        choice = body["choices"][0]
+        if not isinstance(choice["message"], dict):
+            raise ValueError(f"the message is of type {type(choice['message']).__name__}")
     except (ValueError, LookupError, TypeError) as error:
         raise EndpointFault("body", f"{address}: a body that is no chat completion: {error!r}") from None
     usage: Any = body.get("usage")
     names = ("prompt_tokens", "completion_tokens")
     usage = usage if isinstance(usage, dict) else {}
-    return text, {name: usage[name] for name in names if type(usage.get(name)) is int}
+    return choice, {name: usage[name] for name in names if type(usage.get(name)) is int}
