@@ -8,12 +8,13 @@ Knows no policies and no tokens. docs/environments.md says how to install it.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,15 @@ def tasks(source: str) -> list[Task]:
     print(f"bfcl:{source} from {package()}", flush=True)
     try:
         entries = pool.ask({"do": "entries", "source": os.path.expanduser(source)}).result()
-        golds = [pool.ask({"do": "gold", "entry": entry}) if entry["involved_classes"] else None for entry in entries]
+        golds = [pool.ask({"do": "gold", "entry": entry}) if _has_gold_calls(entry) else None for entry in entries]
         results = [None if gold is None else gold.result() for gold in golds]
         return [task_of(entry, result) for entry, result in zip(entries, results, strict=True)]
     except worker.EnvironmentFault as fault:
         raise ValueError(f"bfcl:{source}: {fault}") from None
+
+
+def _has_gold_calls(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["involved_classes"]) and "scenario" not in entry  # a memory's questions are answered in words
 
 
 def package() -> str:
@@ -70,16 +75,53 @@ def score(task: Task, messages: MessageList) -> Future[float]:
     verdict cannot be known.
     """
     assert task.environment is not None
-    answer: Future[float] = Future()
+    return then(verdict(task, messages), lambda found: float(found["valid"]))
 
-    def settle(asked: Future[Json]) -> None:
+
+def verdict(task: Task, messages: MessageList) -> Future[Json]:
+    """`score` with BFCL's reason: {"valid": bool, "error_type": str}."""
+    assert task.environment is not None
+    conversation = messages[len(task.messages) :]
+    replies = [message["content"] for message in conversation if _is_reply(message)]
+    request = {
+        "entry": task.environment["state"],
+        "turns": turns_of(conversation),
+        "reply": replies[-1] if replies else "",
+    }
+    return _pool().ask({"do": "score", **request})
+
+
+def memory(task: Task, messages: MessageList = ()) -> Future[Json]:
+    """What the memory of a task of memory_kv holds after a conversation, {"state", "text"}: for the next conversation
+    to begin with (`with_memory`), and the system message that tells of it."""
+    assert task.environment is not None
+    turns = turns_of(messages[len(task.messages) :])
+    return _pool().ask({"do": "memory", "entry": task.environment["state"], "turns": turns})
+
+
+def with_memory(task: Task, state: Json) -> Task:
+    """The task beginning with a memory, `state` of `memory`; None is an empty one."""
+    assert task.environment is not None
+    entry = task.environment["state"]
+    (name,) = entry["involved_classes"]
+    begun = {**entry, "initial_config": {name: {"memory": state}}}
+    return dataclasses.replace(task, environment={"name": "bfcl", "state": begun})
+
+
+def _is_reply(message: Message) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def then(asked: Future[Json], read: Callable[[Json], Any]) -> Future[Any]:
+    """`read` of what was asked for, or whatever exception comes instead."""
+    answer: Future[Any] = Future()
+
+    def settle(done: Future[Json]) -> None:
         try:
-            answer.set_result(float(asked.result()["valid"]))
+            answer.set_result(read(done.result()))
         except BaseException as fault:  # also where the pool was closed
             answer.set_exception(fault)
 
-    turns = turns_of(messages[len(task.messages) :])
-    asked = _pool().ask({"do": "score", "entry": task.environment["state"], "turns": turns})
     asked.add_done_callback(settle)
     return answer
 
@@ -91,7 +133,7 @@ def _pool() -> worker.WorkerPool:
     try:
         pool = worker.WorkerPool(
             Path(__file__).with_name("bfcl_child.py"), python, workers=WORKERS, memory_bytes=MEMORY_BYTES,
-            timeout_s=TIMEOUT_S, variables={"BFCL_PROJECT_ROOT": folder.name},
+            timeout_s=TIMEOUT_S, variables={"BFCL_PROJECT_ROOT": folder.name, "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
     except worker.WorkerStartError as error:
         folder.cleanup()
@@ -155,9 +197,9 @@ def _unwritable(arguments: Json) -> str | None:
 def task_of(entry: Mapping[str, Any], gold: Sequence[Sequence[Sequence[Any]]] | None) -> Task:
     """Our task from an entry of the child's and what its gold calls give, where they can be executed."""
     if gold is None:
-        kept = ("id", "function", "missed", "involved_classes", "initial_config", "ground_truth")
-        state = {name: entry[name] for name in kept}
-        checklist: tuple[tuple[CheckItem, ...], ...] = (_single_turn_items(entry),)
+        kept = ("id", "function", "missed", "involved_classes", "initial_config", "ground_truth", "scenario")
+        state = {name: entry[name] for name in kept if name in entry}
+        checklist: tuple[tuple[CheckItem, ...], ...] = (_single_turn_items(entry),) * len(entry["question"])
     else:
         state = {name: entry[name] for name in ("id", "involved_classes", "initial_config", "ground_truth")}
         state["function"] = [{"name": document["name"]} for document in _documents(entry)]
@@ -210,6 +252,8 @@ def _documents(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _single_turn_items(entry: Mapping[str, Any]) -> tuple[CheckItem, ...]:
+    if "scenario" in entry:  # how it is scored is no matter of calls
+        return (CheckItem("Is the question answered?", 1.0),)
     if "irrelevance" in entry["id"]:
         return _items([])
     if entry["ground_truth"] is None:

@@ -10,6 +10,10 @@ An entry, as `ask` gives it and takes it back, is BFCL's with `function` (docume
     ask({"do": "entries", "source": CATEGORY or PATH})     the entries
     ask({"do": "gold", "entry": ...})                      [[name, arguments, result], ...] for each turn
     ask({"do": "score", "entry": ..., "turns": [[[[name, arguments], ...] for each step] for each turn]})
+    ask({"do": "memory", "entry": ..., "turns": ...})      what a memory holds after these calls: `state`, `text`
+
+In memory_kv a conversation goes on with the memory that the one before it left. BFCL hands it on in files; here it is
+`memory` in the initial configuration of the entry's one simulator.
 """
 
 import ast
@@ -25,16 +29,19 @@ from pathlib import Path
 
 PACKAGE, VERSION = "bfcl-eval", "2026.3.23"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} mpmath==1.3.0 filelock"
+MEMORY_INSTALL = "pip install rank_bm25 overrides"
 # The others of BFCL need the internet or a model from a hub.
 CLASSES = (
     "GorillaFileSystem", "MathAPI", "MessageAPI", "TwitterAPI", "TicketAPI", "TradingBot", "TravelAPI",
-    "VehicleControlAPI",
+    "VehicleControlAPI", "MemoryAPI_kv",
 )  # fmt: skip
 SINGLE_TURN = (
     "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance", "live_simple", "live_multiple",
     "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance",
 )  # fmt: skip
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
+MEMORY, MEMORY_BEFORE = "memory_kv", "memory_kv_prereq"  # questions, and the conversations that are to be remembered
+EXECUTED = (*MULTI_TURN, MEMORY, MEMORY_BEFORE)
 UNANSWERED = ("irrelevance", "live_irrelevance", "live_relevance")  # it only counts whether there is a call
 MOST_STEPS = 20  # assistant messages with calls in a turn; more fail the entry
 LARGEST_BITS = 1024  # of an integer argument
@@ -87,6 +94,8 @@ def setup():
 
 def open_episode(spec):
     check_entry(spec)
+    if category_of(spec) in (MEMORY, MEMORY_BEFORE):
+        check_memory()
     episode = Episode(spec)
     if spec["involved_classes"]:
         run_calls(episode, [])
@@ -120,7 +129,7 @@ def ask(request):
     if request["do"] == "entries":
         return entries_of(request["source"])
     check_entry(request["entry"])
-    return {"gold": gold, "score": score}[request["do"]](request)
+    return {"gold": gold, "score": score, "memory": memory}[request["do"]](request)
 
 
 # --- executing calls ---
@@ -240,9 +249,12 @@ def entries_of(source):
     """The entries of a category of the package or of a file of the same form. Raises RuntimeError, one line."""
     import bfcl_eval.utils as utils
 
-    if source in SINGLE_TURN + MULTI_TURN:
+    if source in SINGLE_TURN + MULTI_TURN + (MEMORY,):
         entries = utils.load_dataset_entry(source)
         answers = None if source in UNANSWERED else utils.load_ground_truth_entry(source)
+        if source == MEMORY:
+            check_memory()
+            answers = [{**answer, "id": answer["id"].replace("memory", MEMORY, 1)} for answer in answers]
     elif Path(source).is_file():
         entries = lines_of(Path(source))
         for entry in entries:
@@ -252,11 +264,11 @@ def entries_of(source):
         path = Path(source).parent / "possible_answer" / Path(source).name
         answers = lines_of(path) if path.is_file() else None
     else:
-        there = ", ".join(SINGLE_TURN + MULTI_TURN)
+        there = ", ".join(SINGLE_TURN + MULTI_TURN + (MEMORY,))
         raise RuntimeError(f"BFCL has no category or file {source}; categories are {there}")
     known = {answer["id"]: answer["ground_truth"] for answer in answers or ()}
     for entry in entries:
-        if entry["id"] not in known and category_of(entry) not in UNANSWERED:
+        if entry["id"] not in known and category_of(entry) not in (*UNANSWERED, MEMORY_BEFORE):
             raise RuntimeError(
                 f"{source}: {entry['id']} has no answer (possible_answer/FILE of the same name beside it)"
             )
@@ -283,7 +295,7 @@ def lines_of(path):
 def check_raw(entry, source):
     """Raises RuntimeError for an entry of a user's file that lacks what BFCL's functions look for."""
     check_entry(entry)
-    many = category_of(entry) in MULTI_TURN
+    many = category_of(entry) in EXECUTED
     wanted = {"question": list} | ({"involved_classes": list, "initial_config": dict} if many else {"function": list})
     for name, kind in wanted.items():
         if not isinstance(entry.get(name), kind):
@@ -303,8 +315,8 @@ def check_entry(entry):
     """Raises RuntimeError for an entry of another kind, or whose names could not be part of BFCL's code."""
     if not re.fullmatch(r"[\w.-]{1,200}", entry["id"], re.ASCII):
         raise RuntimeError(f"{ascii(entry['id'])} cannot be an entry's id: letters, digits, _ . and - are accepted")
-    if category_of(entry) not in SINGLE_TURN + MULTI_TURN:
-        there = ", ".join(SINGLE_TURN + MULTI_TURN)
+    if category_of(entry) not in SINGLE_TURN + EXECUTED:
+        there = ", ".join(SINGLE_TURN + MULTI_TURN + (MEMORY,))
         raise RuntimeError(f"{entry['id']} is of no category that can be used here; there are {there}")
     for name in entry.get("involved_classes", ()):
         if name not in CLASSES:
@@ -320,6 +332,41 @@ def names_of(entry):
     """The names under which an entry's functions are called -> BFCL's own; functions held back are among them."""
     documents = itertools.chain(entry["function"], *entry["missed"].values())
     return {document["name"].replace(".", "_"): document["name"] for document in documents}
+
+
+# --- memories ---
+
+
+def check_memory():
+    """Lets memories come with the entry rather than from files. Raises RuntimeError where a package is missing."""
+    try:
+        import bfcl_eval.eval_checker.multi_turn_eval.func_source_code.memory_kv  # noqa: F401
+        from bfcl_eval.eval_checker.multi_turn_eval.func_source_code.memory_api_metaclass import MemoryAPI
+    except ImportError as error:
+        raise RuntimeError(f"{sys.executable} lacks {error.name} for BFCL's {MEMORY}: {MEMORY_INSTALL}") from None
+    MemoryAPI._prepare_snapshot = lambda self, initial_config: initial_config.get("memory")
+
+
+def memory(request):
+    """{"state": what the entry's memory holds after the calls, to begin another with, "text": the part of it that
+    BFCL shows in the next conversation's system message, with what it says of memories}."""
+    from bfcl_eval.constants import default_prompts
+
+    entry, (name,) = request["entry"], request["entry"]["involved_classes"]
+    episode = open_episode(entry)
+    try:
+        for turn in sound_calls(episode.names, request["turns"]):
+            for step in turn:
+                run_calls(episode, [written(episode.names[called], given) for called, given in step])
+        instance = episode.instances[name]
+        text = default_prompts.MEMORY_BACKEND_INSTRUCTION_CORE_ARCHIVAL.format(
+            scenario_setting=default_prompts.MEMORY_AGENT_SETTINGS[entry["scenario"]],
+            memory_content=instance._dump_core_memory_to_context(),
+        )
+        state = {key: plain(getattr(instance, key)) for key in ("core_memory", "archival_memory")}
+        return {"state": state, "text": text}
+    finally:
+        close_episode(episode)
 
 
 # --- gold calls and verdicts ---
@@ -356,11 +403,14 @@ def score(request):
     """BFCL's verdict: {"valid", "error_type"}."""
     entry, turns = request["entry"], request["turns"]
     names = names_of(entry)
-    sound = [
-        [[pair for pair in step if refused(names, *pair) is None] for step in turn if step] for turn in turns
-    ]  # what was refused was never executed
     if not entry["involved_classes"]:
-        return single_turn_score(entry, names, sound[0][0] if sound and sound[0] else [])
+        return single_turn_score(entry, turns[0][0] if turns and turns[0] else [])
+    if category_of(entry) == MEMORY:
+        from bfcl_eval.eval_checker.agentic_eval.agentic_checker import agentic_checker
+
+        verdict = agentic_checker(request["reply"], entry["ground_truth"])
+        return {"valid": bool(verdict["valid"]), "error_type": verdict.get("error_type", "")}
+    sound = sound_calls(names, turns)
     if len(turns) != len(entry["ground_truth"]) or max(map(len, sound), default=0) > MOST_STEPS:
         return {"valid": False, "error_type": "multi_turn:force_terminated"}
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
@@ -376,8 +426,13 @@ def score(request):
     return {"valid": bool(verdict["valid"]), "error_type": verdict.get("error_type", "")}
 
 
-def single_turn_score(entry, names, calls):
-    """The verdict on the first message's calls alone, as BFCL asks for one."""
+def sound_calls(names, turns):
+    """[turn][step][call] without the calls that were refused, and so never executed."""
+    return [[[pair for pair in step if refused(names, *pair) is None] for step in turn if step] for turn in turns]
+
+
+def single_turn_score(entry, calls):
+    """The verdict on the first message's calls alone, as BFCL asks for one. A call of an unlisted function is one."""
     category = category_of(entry)
     if category in UNANSWERED:
         return {"valid": bool(calls) != ("irrelevance" in category), "error_type": ""}
