@@ -4,6 +4,7 @@ Success is strict: the whole checklist holds and the environment ends in the sta
 benchmark's own environment says itself how a conversation came out (`envs`, process modules).
 Knows tasks, a sampler and parameters; nothing of training. Fidelity never runs an environment: it compares
 with the recorded results of the reference calls.
+`python -m envace_jax.evaluate` measures a checkpoint on a benchmark (`benchmarks/command.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -255,3 +257,9 @@ def _mean_of_known(values: np.ndarray) -> np.ndarray:
     known = np.isfinite(values)
     counts = known.sum(axis=1)
     return np.where(counts > 0, np.where(known, values, 0.0).sum(axis=1) / np.maximum(counts, 1), np.nan)
+
+
+if __name__ == "__main__":
+    from envace_jax.benchmarks import command
+
+    raise SystemExit(command.run(sys.argv))
