@@ -75,7 +75,9 @@ class Prompts:
 
     `style` is "full" (the method's sections) or "compact" (for tiny models). `max_act_prompt` bounds the first ACT
     prompt of a task and `max_rehearse_prompt` every REHEARSE prompt, in tokens. `reference_examples` puts the task's
-    reference calls and results into the REHEARSE prompt.
+    reference calls and results into the REHEARSE prompt. `as_sampled` writes given assistant messages as a rollout's
+    stream has them, all thoughts in their places and empty ones where there are none and the policy does not think;
+    Qwen3's template leaves these out.
     """
 
     chat: Chat
@@ -84,6 +86,7 @@ class Prompts:
     max_act_prompt: int = 12_000
     max_rehearse_prompt: int = 12_000
     reference_examples: bool = True
+    as_sampled: bool = False
 
     def __post_init__(self) -> None:
         if self.style not in ("full", "compact"):
@@ -135,7 +138,7 @@ def _act_prompt(prompts: Prompts, task: Task, opening: str | None, note: str) ->
         after = chat.user(note)
     return [
         *chat.system(system, list(task.tools)),
-        *_spoken(chat, said),
+        *_spoken(prompts, said),
         *after,
         *chat.assistant_prefix(thinking=prompts.thinking),
     ]
@@ -145,9 +148,10 @@ def _below(text: str | None, note: str) -> str:
     return f"{text}\n\n{note}" if text else note
 
 
-def _spoken(chat: Chat, messages: Sequence[Message]) -> list[int]:
+def _spoken(prompts: Prompts, messages: Sequence[Message]) -> list[int]:
     """Token ids of messages that are given. Thoughts are kept in what follows the last user message, as in Qwen3's
-    template."""
+    template, or with `as_sampled` everywhere."""
+    chat = prompts.chat
     tokens: list[int] = []
     results: list[str] = []
     last_user = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
@@ -155,9 +159,10 @@ def _spoken(chat: Chat, messages: Sequence[Message]) -> list[int]:
         if message["role"] == "user":
             tokens += chat.user(message["content"])
         elif message["role"] == "assistant":
-            thoughts = message.get("reasoning_content") if place > last_user else None
+            thoughts = message.get("reasoning_content") if prompts.as_sampled or place > last_user else None
             body = chat.assistant(message.get("content") or "", thoughts or None, message_calls(message))
-            tokens += [*chat.assistant_prefix(), *body, *chat.close(body)]
+            empty = prompts.as_sampled and not prompts.thinking and not thoughts
+            tokens += [*chat.assistant_prefix(thinking=not empty), *body, *chat.close(body)]
         elif message["role"] == "tool":
             results.append(message["content"])
             if [other["role"] for other in messages[place + 1 : place + 2]] != ["tool"]:

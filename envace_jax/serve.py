@@ -46,7 +46,9 @@ def load(
 
     Args:
       path: a folder in Hugging Face layout, a hub id, or "asset:NAME".
-      config: the settings of sampler, mesh, prompts and limits; None: those of `settings_for` the model.
+      config: the settings of sampler, mesh, prompts and limits; None: those of `settings_for` the model. With one the
+        model is taken for a policy that such a run has trained: earlier messages stand in its prompts as it sampled
+        them (`roles.Prompts.as_sampled`), and not as Qwen3's template has them.
       name: what clients call the model; by default the last part of `path`.
       slots, max_length: of the sampler, where they are to differ from the configuration's.
       warm_up: compiles everything first, so that no request waits for that.
@@ -56,6 +58,7 @@ def load(
     folder = hf.resolve(configuration.model_path(path, "--model"))
     chat = load_tokenizer(folder)
     token_bytes = TokenBytes(chat.tokenizer)
+    trained = config is not None
     config = settings_for(hf.read_config(folder)) if config is None else config
     config = _resized(config, slots, max_length)
     mesh = prepare_devices(config)
@@ -67,8 +70,9 @@ def load(
         sampler.warm_up(params)
     engine = Engine(sampler, params)
     engine.start()
+    prompts = dataclasses.replace(parts.make_prompts(config, chat), as_sampled=trained)
     return Served(
-        engine=engine, chat=chat, prompts=parts.make_prompts(config, chat), limits=parts.make_limits(config),
+        engine=engine, chat=chat, prompts=prompts, limits=parts.make_limits(config),
         name=name or Path(path.removeprefix(configuration.ASSET_PREFIX)).name, created=int(time.time()),
         token_bytes=token_bytes,
     )  # fmt: skip

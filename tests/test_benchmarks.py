@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from concurrent.futures import Future
 
@@ -241,8 +240,8 @@ def rehearsals(monkeypatch):
         assert text == f"about {task.task_id}"
         return policies.dataclasses.replace(task, tools=(*task.tools, scripted.tool("remembered")))
 
-    fake = types.SimpleNamespace(rehearse=rehearse, with_memory=with_memory)
-    monkeypatch.setitem(sys.modules, "envace_jax.rehearsal", fake)
+    monkeypatch.setattr(policies, "rehearse", rehearse)
+    monkeypatch.setattr(policies, "with_memory", with_memory)
     return groups
 
 

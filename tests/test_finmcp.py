@@ -10,6 +10,7 @@ import scripted
 from envace_jax.benchmarks import Options, finmcp, policies, runner
 from envace_jax.benchmarks.scores import Attempt
 from envace_jax.config import UserError
+from envace_jax.roles import Prompts, act_prompt
 from envace_jax.types import ToolCall
 
 CHAT = scripted.tiny_chat()
@@ -97,11 +98,12 @@ def test_every_assistant_message_is_asked_for_from_the_recorded_history(data, tm
     assert read["5/2"].count("second") == 1 and "So." in read["5/2"]
 
 
-def test_results_that_open_a_task_are_the_tokens_of_the_chat_format():
+def test_a_case_goes_on_after_recorded_results():
     task = finmcp.cases_of({"id": "m", "messages": MANY, "tools": TOOLS}, 0)[1].task
-    opened = policies._opened(task)
-    assert CHAT.user(opened.user_turns[0]) == CHAT.tool_results(['{"a": 1}', '{"a": 2}', '{"a": 3}'])
-    assert [message["role"] for message in opened.messages] == ["system", "user", "assistant"]
+    assert not task.user_turns and [message["role"] for message in task.messages][:3] == ["system", "user", "assistant"]
+    prompt = act_prompt(Prompts(CHAT), task)
+    results = CHAT.tool_results(['{"a": 1}', '{"a": 2}', '{"a": 3}'])
+    assert prompt[-len(results) - len(CHAT.assistant_prefix()) :] == [*results, *CHAT.assistant_prefix()]
 
 
 def test_the_gold_calls_score_100_and_nothing_0(data, tmp_path):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qwen3_tokenizer import find_qwen3_tokenizer
 
-from envace_jax import rehearsal, roles
+from envace_jax import episode, rehearsal, roles
 from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import model_path
 from envace_jax.rehearsal import Settings
 from envace_jax.serving import conversation
+from envace_jax.types import Need, Role, Segment, Task, ToolCall, TurnScore
 
 TEMPLATE = Path(__file__).parent.parent / "experiments" / "qwen3_chat_template.jinja"
 
@@ -230,3 +233,31 @@ def test_a_prompt_with_a_note_is_the_one_that_rehearsals_were_measured_with(chat
         ours = conversation.prompt(chat, conversation.with_note(messages, "N", place), TOOLS, True)
         task = rehearsal.with_memory(rehearsal.task_of(messages, TOOLS, "here"), "N", Settings(placement=place))
         assert ours == roles.act_prompt(prompts, task)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_as_sampled_a_prompt_is_the_stream_of_the_rollout(chat, thinking):
+    """For policies that were trained on such streams: what they wrote stands as they wrote it, in all turns."""
+    prompts = roles.Prompts(chat, thinking=thinking, as_sampled=True)
+    task = Task("t", ({"role": "system", "content": "Be brief."},), TOOLS, ("How warm is it?", "And now?"), ((), ()))
+    said = [chat.assistant("", "I look." if thinking else None, [ToolCall("get_weather", {"city": "Köln"})])]
+    said += [chat.assistant("7.", "Seven." if thinking else None), chat.assistant("8.", "Eight." if thinking else None)]
+    now = episode.start(prompts, episode.Limits(), task, 0, 0, answered_by=Need.RESPONSE)
+    for tokens in said:
+        (request,) = now.requests
+        sampled = np.array(tokens, np.int32)
+        segment = Segment(Role.ACT, request.prompt_tokens, sampled, np.zeros(len(tokens)), "stop", 0)
+        now = episode.on_act(now, segment)
+        if now.needs is Need.RESPONSE:
+            now = episode.on_results(now, ['{"degrees": 7}'])
+        elif now.turn == 0:
+            now = episode.on_score(now, TurnScore(1.0, (), True))
+        messages = list(now.messages)
+        if messages[-1]["role"] == "assistant":
+            continue
+        ours = conversation.prompt(chat, conversation.plain(messages), TOOLS, thinking, as_sampled=True)
+        assert ours == now.requests[0].prompt_tokens.tolist()
+        given = dataclasses.replace(task, messages=now.messages, user_turns=())
+        assert roles.act_prompt(prompts, given) == ours
+    template = conversation.prompt(chat, conversation.plain(messages), TOOLS, thinking)
+    assert template != ours

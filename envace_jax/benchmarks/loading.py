@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 
 from envace_jax import config as configuration
-from envace_jax import fingerprint, main, parts, users
+from envace_jax import fingerprint, main, parts, rehearsal, users
 from envace_jax.benchmarks.flags import Flags
 from envace_jax.benchmarks.policies import TOKENIZER, Local
 from envace_jax.benchmarks.remote import Remote
@@ -35,7 +34,7 @@ def chat_of(path: str, spelled_tags: bool = False) -> Chat:
 @contextlib.contextmanager
 def local(chosen: Flags) -> Iterator[tuple[Local, Chat]]:
     """A checkpoint in this process."""
-    rehearsal = _rehearsal(chosen.rehearsal)
+    rehearsing = _rehearsal(chosen.rehearsal)
     folder = hf.resolve(configuration.model_path(chosen.model, "--model"))
     chat = load_tokenizer(folder, spelled_tags=chosen.spelled_tags)
     main.use_compilation_cache(chosen.config.compilation_cache)
@@ -48,14 +47,14 @@ def local(chosen: Flags) -> Iterator[tuple[Local, Chat]]:
     player = Player(parts.make_sampler(config, policy, chat, mesh), policy.for_decoding(params))
     limits = parts.make_limits(config)
     about = {
-        "model": chosen.model, "weights": fingerprint.of_model(folder), "rehearsal": as_json(rehearsal),
+        "model": chosen.model, "weights": fingerprint.of_model(folder), "rehearsal": as_json(rehearsing),
         "temperature": chosen.temperature, "top_p": chosen.top_p,
         "thinking": config.prompts.thinking, "style": config.prompts.style,
         "limits": dataclasses.asdict(limits), "user": config.user.model, "compute_dtype": config.model.compute_dtype,
     }  # fmt: skip
     with _user(config, chosen.out) as user:
         prompts = parts.make_prompts(config, chat)
-        yield Local(about, player, prompts, limits, chosen.temperature, chosen.top_p, user, rehearsal), chat
+        yield Local(about, player, prompts, limits, chosen.temperature, chosen.top_p, user, rehearsing), chat
 
 
 def config_says(chosen: Flags) -> bool:
@@ -93,10 +92,10 @@ def sized(config: RunConfig, positions: int, context: int, response: int) -> Run
 @contextlib.contextmanager
 def remote(chosen: Flags) -> Iterator[tuple[Remote, Chat]]:
     """A model behind an address."""
-    rehearsal = _rehearsal(chosen.rehearsal)
+    rehearsing = _rehearsal(chosen.rehearsal)
     request: dict[str, Any] = {"max_tokens": chosen.response or RESPONSE}
-    if rehearsal is not None:
-        request["rehearsal"] = {"mode": rehearsal.mode, "n": rehearsal.n}
+    if rehearsing is not None:
+        request["rehearsal"] = {"mode": rehearsing.mode, "n": rehearsing.n}
     about = {
         "model": chosen.model, "server": "asked by its address", "rehearsal": request.get("rehearsal"),
         "temperature": chosen.temperature, "top_p": chosen.top_p, "max_tokens": request["max_tokens"],
@@ -119,16 +118,15 @@ def _user(config: RunConfig, folder: Path) -> Iterator[users.SimulatedUser | Non
         yield user
 
 
-def _rehearsal(text: str) -> Any:
-    """`rehearsal.Settings` of a flag such as parallel:4, or None. Raises UserError."""
+def _rehearsal(text: str) -> rehearsal.Settings | None:
+    """Of a flag such as parallel:4. Raises UserError."""
     if text == "none":
         return None
-    rehearsal = importlib.import_module("envace_jax.rehearsal")
     try:
         return rehearsal.parse(text)
     except ValueError as error:
         raise UserError(f"--rehearsal: {error}") from None
 
 
-def as_json(rehearsal: Any) -> Any:
-    return None if rehearsal is None else dataclasses.asdict(rehearsal)
+def as_json(settings: rehearsal.Settings | None) -> dict[str, Any] | None:
+    return None if settings is None else dataclasses.asdict(settings)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,10 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from envace_jax.benchmarks import Case, Step
-from envace_jax.chat import RESULT_CLOSE, RESULT_OPEN, Chat
+from envace_jax.chat import Chat
 from envace_jax.envs import Environment, load_process, make_environment
 from envace_jax.episode import Limits
 from envace_jax.evaluate import SUCCESS_STREAM
+from envace_jax.rehearsal import Settings, rehearse, with_memory
 from envace_jax.responders import Real
 from envace_jax.rewards import Reward
 from envace_jax.roles import ERROR_KEY, Prompts
@@ -49,7 +49,7 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A policy in this process. `rehearsal` are `rehearsal.Settings`, or None."""
+    """A policy in this process; with `rehearsal` it rehearses every case before it plays it."""
 
     about: Mapping[str, Json]
     player: Player
@@ -58,7 +58,7 @@ class Local:
     temperature: float = 0.6
     top_p: float = 0.95
     user: User | None = None
-    rehearsal: Any = None
+    rehearsal: Settings | None = None
 
     def play(
         self, cases: Sequence[Case], *, seed: int, steps: int, reward: Reward | None, on_end: OnEnd, progress: Progress
@@ -73,7 +73,7 @@ class Local:
         self, cases: Sequence[Case], seed: int, steps: int, reward: Reward | None, on_end: OnEnd, progress: Progress
     ) -> None:
         one_message = bool(cases) and cases[0].one_message
-        tasks = [_opened(case.task) for case in cases]
+        tasks = [case.task for case in cases]
         notes: list[Json] = [None] * len(cases)
         if self.rehearsal is not None:
             tasks, notes = self._rehearsed(tasks, seed, progress)
@@ -100,16 +100,16 @@ class Local:
 
         A task whose user could not be had is left as it is: it will meet the same fault where that masks it alone.
         """
-        rehearsal = importlib.import_module("envace_jax.rehearsal")
         played: list[Task] = self._begun(tasks)
         told: list[Json] = [None] * len(tasks)
         places = [place for place, task in enumerate(played) if not task.user_turns or task.user_turns[0]]
-        memories = rehearsal.rehearse(
+        assert self.rehearsal is not None
+        memories = rehearse(
             self.player, [played[place] for place in places], self.rehearsal, prompts=self.prompts, limits=self.limits,
             seed=seed, progress=progress,
         )  # fmt: skip
         for place, found in zip(places, memories, strict=True):
-            played[place] = rehearsal.with_memory(played[place], found.text, self.rehearsal)
+            played[place] = with_memory(played[place], found.text, self.rehearsal)
             counts = {name: getattr(found, name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
             told[place] = {"memory": found.text, **counts}
         return played, told
@@ -129,20 +129,6 @@ class Local:
             except Exception:  # of whatever the user is
                 continue
         return begun
-
-
-def _opened(task: Task) -> Task:
-    """A task that goes on after results with these as its opening. The chat format shows results in a user block, so
-    in these words they are the same tokens."""
-    if task.user_turns:
-        return task
-    said, results = list(task.messages), list[str]()
-    while said and said[-1]["role"] == "tool":
-        results.insert(0, said.pop()["content"])
-    opening = "\n".join(f"{RESULT_OPEN}\n{result}\n{RESULT_CLOSE}" for result in results)
-    return dataclasses.replace(
-        task, messages=tuple(said if results else said[:-1]), user_turns=(opening or said[-1]["content"],)
-    )
 
 
 def final_state(responder: Any, number: int, task: Task) -> Json:

@@ -78,7 +78,7 @@ def read_conversation(served: Served, request: ChatRequest, body: Mapping[str, A
 def with_messages(served: Served, asked: Asked, messages: list[Message]) -> Asked:
     """The same request with other messages. Raises RequestError where they leave no room for an answer."""
     thinking = asked.prompts.thinking and not asked.forced
-    tokens = conversation.prompt(served.chat, messages, asked.tools, thinking) + asked.forced
+    tokens = conversation.prompt(served.chat, messages, asked.tools, thinking, asked.prompts.as_sampled) + asked.forced
     longest = served.engine.max_length
     if len(tokens) >= longest:
         raise RequestError(

@@ -98,10 +98,17 @@ def _wrong_call(where: str, calls: Sequence[Mapping[str, Any]]) -> Problem | Non
     return None
 
 
-def prompt(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], thinking: bool) -> list[int]:
+def prompt(
+    chat: Chat,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Json]],
+    thinking: bool,
+    as_sampled: bool = False,
+) -> list[int]:
     """Token ids up to the assistant message that is to come, for messages as `plain` gives them.
 
-    As in the template, thoughts of assistant messages stay only after the last user message.
+    As in the template, thoughts of assistant messages stay only after the last user message; with `as_sampled` they
+    are written as a rollout's stream has them (`roles.Prompts`).
     """
     first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
     tokens = chat.system(first, tools)
@@ -115,10 +122,13 @@ def prompt(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str,
             tokens += chat.user(message["content"])
         elif role == "assistant":
             content, reasoning = _thoughts(message)
-            if place <= last_query or not (reasoning or place == len(messages) - 1):
+            if as_sampled:
+                reasoning = reasoning or None
+            elif place <= last_query or not (reasoning or place == len(messages) - 1):
                 reasoning = None
             body = chat.assistant(content, reasoning, [call_text(call) for call in message.get("tool_calls") or ()])
-            tokens += [*chat.assistant_prefix(), *body, *chat.close(body)]
+            empty = as_sampled and not thinking and reasoning is None
+            tokens += [*chat.assistant_prefix(thinking=not empty), *body, *chat.close(body)]
         elif role == "tool":
             results.append(message["content"])
             if place + 1 == len(messages) or messages[place + 1]["role"] != "tool":
