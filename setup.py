@@ -42,7 +42,8 @@ setup(
         # left out because a plain `torch` brings gigabytes of CUDA: those tests skip without it, and .ci/run says which
         # CPU build to install.
         "test": [
-            *["pytest>=8", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1", "ruff>=0.12", "mypy>=1.15"],
+            *["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1"],
+            *["ruff>=0.12", "mypy>=1.15"],
             *[*SERVE, "httpx>=0.28", "openai>=2.0"],  # the server and clients to try it with
         ],
         "serve": SERVE,
