@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import ipaddress
 import os
 import signal
 import socket
@@ -59,8 +60,14 @@ def load(
     chat = load_tokenizer(folder)
     token_bytes = TokenBytes(chat.tokenizer)
     trained = config is not None
-    config = settings_for(hf.read_config(folder)) if config is None else config
+    own = hf.read_config(folder)
+    config = settings_for(own) if config is None else config
     config = _resized(config, slots, max_length)
+    if config.sampler.max_length > own.max_positions:
+        where = "--max_length" if max_length else "sampler.max_length"
+        raise ConfigError(
+            f"{where}={config.sampler.max_length} is more than the {own.max_positions} positions of {path}"
+        )
     mesh = prepare_devices(config)
     model, params = hf.load(folder, mesh, config.model.param_dtype)
     policy = parts.make_policy(config, model, mesh)
@@ -172,6 +179,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--model is missing; try --model=asset:tiny_base --config=configs/tiny.py")
         use_compilation_cache(config.compilation_cache if config else "")
         listener = _listen(own.host, own.port)
+        options = dataclasses.replace(options, hosts=_names(own.host, listener, options.api_key))
         print(f"loading {path}", flush=True)
         served = load(
             path, config=config, name=own.name, slots=own.slots, max_length=own.max_length,
@@ -206,8 +214,6 @@ def _options(own: argparse.Namespace) -> Options:
         raise ConfigError(f"--api_key_variable={own.api_key_variable}: there is no such variable, or it is empty")
     return Options(
         api_key=key,
-        # Behind a key, or for other machines to reach, it may have any name.
-        hosts=() if key or own.host not in LOOPBACK else ("localhost", *LOOPBACK),
         max_body=own.max_body,
         queue=own.queue,
         rehearsal=rehearsal.parse(own.rehearsal),
@@ -222,8 +228,18 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host={host} --port={port}: {error}") from None
 
 
+def _names(host: str, listener: socket.socket, key: str) -> tuple[str, ...]:
+    """What the server may be called; none: behind a key, or for other machines to reach, it may have any name."""
+    address = listener.getsockname()[0]
+    return () if key or not _is_loopback(address) else ("localhost", *LOOPBACK, address, host.lower())
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
 class _Server(uvicorn.Server):
-    """Lets nothing new in once it was told to stop."""
+    """Lets nothing new in once it was told to stop; told again, by whichever signal, it ends at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -233,6 +249,7 @@ class _Server(uvicorn.Server):
         if not self._service.stopping:
             print("stopping: what is under way is finished; a second signal stops at once", file=sys.stderr, flush=True)
         self._service.stopping = True
+        self.force_exit = self.should_exit
         super().handle_exit(sig, frame)
 
 
@@ -247,7 +264,7 @@ def _serve(served: Served, options: Options, listener: socket.socket, grace: int
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if not options.api_key and host not in LOOPBACK:
+    if not options.api_key and not _is_loopback(host):
         print(f"warning: whoever reaches {address} may use it; --api_key_variable asks for a key", file=sys.stderr)
     print(f"serving {served.name} at {address}/v1, {served.engine.max_length} tokens of context", flush=True)
     _Server(config, app.state.service).run(sockets=[listener])

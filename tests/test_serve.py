@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import httpx
 import pytest
+import serving
+import uvicorn
 from conftest import REPOSITORY
 
 from envace_jax import serve
 from envace_jax.config import RunConfig, validate
 from envace_jax.models.config import QwenConfig
+from envace_jax.serving.app import make_app
 
 TINY = ("--model=asset:tiny_base", "--config=configs/tiny.py")
 
@@ -33,6 +40,8 @@ TINY = ("--model=asset:tiny_base", "--config=configs/tiny.py")
         ((*TINY, "--port=eight"), "--port: invalid int value: 'eight'"),
         ((*TINY, "--port=99999"), "--port=99999"),
         ((*TINY, "--slots=-1"), "--slots=-1 must be at least 0"),
+        ((*TINY, "--max_length=9999"), "--max_length=9999 is more than the 2048 positions"),
+        (("--model=asset:tiny_base", "--max_length=9999"), "--max_length=9999 is more than the 2048 positions"),
         ((*TINY, "--api_key_variable=ENVACE_NO_SUCH_KEY"), "there is no such variable"),
         ((*TINY, "--temperature=1"), "Unknown command line flag 'temperature'"),
         ((*TINY, "--config.sampler.slotz=3"), "sampler.slotz"),
@@ -45,12 +54,54 @@ def test_bad_flags_are_answered_by_one_line(flags, words, capsys):
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert serve.main(["serve", *TINY, f"--port={port}"]) == 2
     assert f"--host=127.0.0.1 --port={port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "host, key, guarded",
+    [
+        ("127.0.0.1", "", True),
+        ("localhost", "", True),
+        ("127.0.0.2", "", True),
+        ("0.0.0.0", "", False),
+        ("127.0.0.1", "sesame", False),
+    ],
+)
+def test_on_this_machine_alone_it_has_its_own_names(host, key, guarded, monkeypatch):
+    """By where it listens, not by how that was written."""
+    seen = []
+    monkeypatch.setenv("ENVACE_TEST_KEY", key)
+    monkeypatch.setattr(serve, "load", lambda *_, **__: types.SimpleNamespace(engine=types.SimpleNamespace(stop=int)))
+    monkeypatch.setattr(serve, "_serve", lambda _, options, listener, __: (seen.append(options), listener.close()))
+    more = ["--api_key_variable=ENVACE_TEST_KEY"] if key else []
+    assert serve.main(["serve", "--model=asset:tiny_base", "--port=0", f"--host={host}", *more]) == 0
+    assert set(seen[0].hosts) == ({"localhost", "127.0.0.1", "::1", host} if guarded else set())
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(second):
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "go on"}]}
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving.scripted_model(lambda prompt, request: "x" * 3000, pace_s=0.2) as model:
+        app, listener = make_app(model), serve._listen("127.0.0.1", 0)
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=200)
+        server = serve._Server(config, app.state.service)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            while not model.engine.running:
+                time.sleep(0.02)
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(1)
+            assert thread.is_alive()  # the answer takes minutes
+            server.handle_exit(second, None)
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("positions", [512, 2048, 40_960])
