@@ -92,7 +92,7 @@ class Sampler:
             slots, max_length, buckets, vocab_limit, rows, pages, page_size, mesh, shards, cache_dtype, decode_chunk
         )
         self._running: dict[int, Running] = {}  # by slot
-        self._drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by request
+        self._drawn: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}  # by request
         self._cache: Any = (
             paged_cache.PagedCache(paged_cache.make_programs(policy, settings), settings)
             if pages
@@ -178,9 +178,10 @@ class Sampler:
                 return True
         return False
 
-    def drawn(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    def drawn(self) -> dict[int, tuple[np.ndarray, np.ndarray, int]]:
         """What each request that is still in a slot drew in the last call of `step`, by id: tokens i32[C] and
-        logprobs f32[C]. Together, in order, they are the beginning of its sample."""
+        logprobs f32[C], and how many tokens of its prompt a kept cache had. Together, in order, they are the beginning
+        of its sample."""
         return self._drawn
 
     def step(self, params: Params) -> list[Sample]:
@@ -225,7 +226,7 @@ class Sampler:
             item.tokens.append(report[slot, :count].copy())
             item.logprobs.append(logprobs[slot, :count].copy())
             if active[slot]:
-                self._drawn[item.request.request_id] = (item.tokens[-1], item.logprobs[-1])
+                self._drawn[item.request.request_id] = (item.tokens[-1], item.logprobs[-1], item.cached)
             else:
                 finished.append(self._finish(slot, item))
         return finished

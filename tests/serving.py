@@ -95,7 +95,7 @@ class ScriptedSampler:
         self.most = 0  # requests in slots at once
         self.prompts: list[str] = []
         self._running: dict[int, list] = {}  # [tokens still to draw, tokens drawn, request]
-        self._drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._drawn: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
 
     def free(self):
         return self.slots - len(self._running)
@@ -132,13 +132,13 @@ class ScriptedSampler:
         for number, (left, drawn, request, _) in list(self._running.items()):
             now, left[:] = left[: self.chunk], left[self.chunk :]
             drawn += now
+            cached = len(request.prompt_tokens) // 2
             self.stats.decoded_tokens += len(now)
             if left:
-                self._drawn[number] = (np.asarray(now, np.int32), logprobs_of(now))
+                self._drawn[number] = (np.asarray(now, np.int32), logprobs_of(now), cached)
                 continue
             reason = "stop" if drawn[-1] in self.stop_ids else "length"
             del self._running[number]
-            cached = len(request.prompt_tokens) // 2
             done.append(Sample(number, np.asarray(drawn, np.int32), logprobs_of(drawn), reason, cached))
         return done
 

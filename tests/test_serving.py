@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import re
+import socket
 import threading
 import time
 
@@ -13,6 +15,7 @@ import pytest
 import scripted
 import serving
 
+from envace_jax.serving import streams
 from envace_jax.serving.app import Options, _read_chat, make_app
 from envace_jax.serving.protocol import RequestError
 from envace_jax.types import ToolCall
@@ -21,6 +24,7 @@ CHAT = "/v1/chat/completions"
 CALL = scripted.calling(ToolCall("balance", {"owner": "ann"}))
 TWO = scripted.calling(ToolCall("balance", {"owner": "ann"}), ToolCall("deposit", {"owner": "é", "amount": "3"}))
 TOOLS = [scripted.tool("balance", "owner"), scripted.tool("deposit", "owner", "amount"), scripted.tool("now")]
+CLOSING = scripted.calling(ToolCall("balance", {"owner": "a </tool_call> in it"}))
 SAYS = {
     "hello": "\nhello é😀 you.\n\nbye",
     "think": "<think>\nso: <b>\n</think>\n\nI think.",
@@ -29,6 +33,7 @@ SAYS = {
     "malformed": f"I look.\n{CALL}\n<tool_call>\n{{oops}}\n</tool_call>",
     "open": "I look.\n<tool_call>\n{",
     "stopping": "one two three ENDING four",
+    "closing": "<think>\nno </tool_call> yet\n</think>\n\n" + CLOSING + f"\n{CALL}",
     "fault": "fault",
     "long": "x" * 3000,
 }
@@ -154,6 +159,31 @@ def test_only_one_call_where_they_are_not_to_be_parallel(client):
     assert got["usage"]["completion_tokens"] < ask(client, "two", tools=TOOLS)["usage"]["completion_tokens"] / 2 + 5
 
 
+def test_a_tag_in_an_argument_or_a_thought_ends_no_call(client):
+    for parallel in (True, False):
+        got = ask(client, "closing", tools=TOOLS, parallel_tool_calls=parallel)
+        message = got["choices"][0]["message"]
+        assert message["reasoning_content"] == "no </tool_call> yet" and message["content"] is None
+        called = [("balance", {"owner": "a </tool_call> in it"}), ("balance", {"owner": "ann"})]
+        assert calls_of(message) == called[: 1 + parallel] and got["choices"][0]["finish_reason"] == "tool_calls"
+    drawn = SAYS["closing"].partition(CLOSING)[0] + CLOSING
+    assert got["usage"]["completion_tokens"] == len(scripted.spelled(drawn))  # to the end of the first call, no further
+    told, _ = together(streamed(client, "closing", tools=TOOLS, parallel_tool_calls=False))
+    assert calls_of(told) == called[:1]
+
+
+@pytest.mark.parametrize("parameters", [
+    {"properties": 5}, {"properties": True}, {"properties": [[1]]}, {"properties": "ab"}, {"properties": None},
+    {"properties": {"a": 1}, "required": 3}, {"properties": {"": {}}, "required": {"a": [1]}}, {"$ref": "#/x"}, {},
+    None,
+])  # fmt: skip
+def test_a_tool_whose_schema_says_nothing_can_be_chosen(client, model, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        ask(client, "hello", tools=tools, tool_choice=choice)
+        assert '<tool_call>\n{"name": "f"' in model.engine._sampler.prompts[-1].rpartition("assistant\n")[2]
+
+
 @pytest.mark.parametrize("stop, content", [("END", "one two three "), (["zzz", "o t"], "one tw"), ("three ENDING", "")])
 def test_stop_strings(client, stop, content):
     content = "one two " if stop == "three ENDING" else content
@@ -189,6 +219,24 @@ def test_several_choices(client):
     assert together(chunks, 0) == together(chunks, 1) and together(chunks)[0]["content"] == "I think."
 
 
+@pytest.mark.parametrize("more", [{"stop": "END"}, {"tools": TOOLS, "parallel_tool_calls": False}])
+def test_a_choice_that_ends_before_the_others_leaves_them_be(more):
+    """Its request is given up in the engine, while the others go on for many steps."""
+    said = [f"a{CALL}END no more", "b" * 200 + CALL + "END no more", "c" * 400]
+
+    with serving.scripted_model(lambda prompt, request: said[request.key_ids[2]]) as model:
+        with serving.serving(model) as url, httpx.Client(base_url=url, timeout=60) as client:
+            got = ask(client, "hello", n=3, **more)
+            chunks = streamed(client, "hello", n=3, **more)
+    calls = "tools" in more
+    wanted = ["a" + CALL * (not calls), "b" * 200 + CALL * (not calls), said[2]]
+    assert [choice["message"]["content"] for choice in got["choices"]] == wanted
+    assert [len(calls_of(choice["message"])) for choice in got["choices"]] == [calls, calls, 0]
+    assert [together(chunks, index)[0]["content"] for index in range(3)] == wanted
+    usage = got["usage"]  # what the script found in its cache is told however a choice ends
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] // 2 > 0
+
+
 def test_logprobs_of_every_drawn_token(client):
     told = ask(client, "hello", logprobs=True)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(token["bytes"]) for token in told) == SAYS["hello"].encode()
@@ -220,6 +268,17 @@ def test_thinking_can_be_turned_off_and_on(client, model):
     assert model.engine._sampler.prompts[-1].endswith("assistant\n")
     ask(client, "hello", chat_template_kwargs={"enable_thinking": False, "other": 1})
     assert model.engine._sampler.prompts[-1].endswith("</think>\n\n")
+
+
+def test_what_was_said_stands_the_same_before_an_answer_that_is_begun(model):
+    """So that what was read for the one is not read again for the other."""
+    served = dataclasses.replace(model, prompts=dataclasses.replace(model.prompts, thinking=True, as_sampled=True))
+    messages = [*body("hello")["messages"], {"role": "assistant", "content": "well"}, *body("bye")["messages"]]
+    free, begun = (
+        _read_chat(served, json.dumps(body("", messages=messages, tools=TOOLS, tool_choice=choice)).encode()).prompt
+        for choice in ("auto", "required")
+    )
+    assert begun[: len(free)] == free and len(begun) > len(free)
 
 
 def refusal(response, status: int) -> dict:
@@ -309,6 +368,22 @@ def test_a_client_that_goes_away_frees_its_slots(stream):
         assert ask(client, "hello")
         assert b"envace_disconnects_total 3.0" in client.get("/metrics").content
         assert b"envace_choices_under_way 0.0" in client.get("/metrics").content
+
+
+def test_a_client_that_reads_no_more_frees_its_slots(monkeypatch):
+    monkeypatch.setattr(streams, "SEND_SECONDS", 0.3)
+    data = json.dumps(body("long", stream=True, n=24, logprobs=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with (
+        serving.scripted_model(answer, slots=24, chunk=300) as model,
+        serving.running(make_app(model)) as url,
+        socket.socket() as idle,
+    ):
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        idle.sendall(f"{head}\r\n\r\n".encode() + data)
+        until(lambda: "envace_disconnects_total 1.0" in httpx.get(f"{url}/metrics").text)
+        assert "envace_choices_under_way 0.0" in httpx.get(f"{url}/metrics").text
 
 
 def test_more_than_may_wait_is_refused_until_there_is_room():

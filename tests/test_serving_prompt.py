@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,24 @@ def test_some_tool_begins_the_answer_as_far_as_all_agree(chat):
     assert chat.decode(conversation.forced_beginning(chat, TOOLS)).startswith("<tool_call>")
 
 
+def test_a_beginning_ends_with_a_whole_character(chat):
+    """Names that agree in half of a letter's bytes, where the tokenizer writes it as two tokens."""
+    both = [tool("é1", {"é": {}, "è": {}}, ("é",)), tool("è2")]
+    for tools, name, least in ((both, None, '{"name": "'), (both, "é1", '{"name": "é1"'), (both[:1], None, '"é1"')):
+        begun = conversation.forced_beginning(chat, tools, name)
+        assert "\ufffd" not in chat.decode(begun) and least in chat.decode(begun)
+
+
+def test_what_was_said_stands_the_same_before_an_answer_that_is_begun(chat):
+    messages = conversation.plain([ASKED, CALLED, result("7")])
+    for thinking, as_sampled in ((True, True), (True, False), (False, True)):
+        begun = chat.call_opening('{"name": "')
+        free = conversation.prompt(chat, messages, TOOLS, thinking, as_sampled)
+        forced = conversation.prompt(chat, messages, TOOLS, thinking, as_sampled, begun)
+        history = free[: -len(chat.assistant_prefix(thinking))]
+        assert forced == [*history, *chat.assistant_prefix(thinking=False), *begun]
+
+
 @pytest.mark.parametrize(
     "messages, place, words",
     [
@@ -208,6 +227,20 @@ def test_messages_that_can_stand_there():
     assert conversation.problem(conversation.plain([ASKED, nameless, *answers]), TOOLS) is None
     assert conversation.problem(conversation.plain([ASKED, CALLED, result("7"), ASKED]), TOOLS) is None
     assert conversation.problem([], [*TOOLS, TOOLS[0]]) == ("tools.3", "a tool called 'get_weather' is there already")
+
+
+def test_many_tools_calls_and_results_are_checked_in_a_moment():
+    """Nearly as many as a body of 4 MB has room for; comparing each with each takes minutes."""
+    many = range(30_000)
+    called = {"role": "assistant", "content": "", "tool_calls": [call("f", "{}", number) for number in many]}
+    nameless = {**called, "tool_calls": [{"function": entry["function"]} for entry in called["tool_calls"]]}
+    by_id = [{"role": "tool", "tool_call_id": f"call_{number}", "content": ""} for number in reversed(many)]
+    without = [{"role": "tool", "content": ""} for _ in many]
+    began = time.thread_time()
+    assert conversation.problem([], [tool(f"t{number}") for number in many]) is None
+    for one, results in ((called, by_id), (called, without), (nameless, by_id), (nameless, without)):
+        assert conversation.problem([one, *results], ()) is None
+    assert time.thread_time() - began < 5
 
 
 def test_a_note_stands_below_the_rules_or_what_was_said_last():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import threading
 import time
@@ -10,7 +11,7 @@ import httpx
 import pytest
 import scripted
 import serving
-from test_serving import CHAT, TOOLS, calls_of, events, refusal
+from test_serving import CHAT, TOOLS, calls_of, events, refusal, until
 
 from envace_jax.rehearsal import Settings
 from envace_jax.serving.app import Options, make_app
@@ -141,6 +142,62 @@ def test_later_steps_of_a_turn_go_on_with_its_memory(client, script):
     next_turn = [*TOLD, {"role": "assistant", "content": "ann has 7"}, {"role": "user", "content": "and ann now ?"}]
     ask(client, next_turn, rehearsal={"mode": "parallel", "n": 2})
     assert "memory" in script.played
+
+
+def test_a_seed_gives_the_same_answer_whatever_was_asked_before(client, script):
+    wanted = {"rehearsal": {"mode": "parallel", "n": 2}, "seed": 5}
+    ask(client, **wanted)
+    script.played.clear()
+    ask(client, TOLD, **wanted)
+    assert script.played.count("memory") == 1  # not the one of the step before, which others may not have asked for
+    script.played.clear()
+    again = ask(client, TOLD, **wanted)
+    assert script.played == ["noted"] and set(again["usage"]["rehearsal_tokens"].values()) == {0}
+
+
+def test_what_is_kept_can_be_looked_at_and_is_counted(client):
+    wanted = {"rehearsal": {"mode": "parallel", "n": 2, "return_transcript": True}}
+    first, second = ask(client, **wanted), ask(client, TOLD, **wanted)
+    assert second["usage"]["rehearsal_tokens"]["completion_tokens"] == 0
+    assert second["rehearsal"] == first["rehearsal"]  # with all that the attempts said, though more was said since
+    metrics = client.get("/metrics").text
+    assert 'envace_rehearsals_total{memory="made"} 1.0' in metrics
+    assert 'envace_rehearsals_total{memory="kept"} 1.0' in metrics
+
+
+def test_memories_are_kept_as_long_as_there_is_room_for_their_tokens(script):
+    with (
+        serving.scripted_model(script, style="full", max_length=30_000, chunk=50) as model,
+        serving.running(app := make_app(model)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        rehearsals = app.state.service.rehearsals
+        one = ask(client, rehearsal={"n": 1})["usage"]["rehearsal_tokens"]["completion_tokens"]
+        rehearsals._most_tokens = 3 * one + 1
+        for number in range(5):
+            ask(client, [{"role": "user", "content": f"what has ann {number} ?"}], rehearsal={"n": 1})
+        assert len(rehearsals._kept) == 3
+        script.played.clear()
+        ask(client, [{"role": "user", "content": "what has ann 4 ?"}], rehearsal={"n": 1})
+        assert script.played == ["noted"]  # the latest are there
+        rehearsals._most_tokens = one - 1
+        assert ask(client, rehearsal={"n": 1}) and not rehearsals._kept
+
+
+def test_what_is_being_rehearsed_when_it_stops_is_finished(script):
+    script.hold.clear()
+    with (
+        serving.scripted_model(script, style="full", max_length=30_000, chunk=50) as model,
+        serving.running(app := make_app(model)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as thread,
+    ):
+        asked = thread.submit(ask, client, rehearsal={"mode": "parallel", "n": 1})
+        until(lambda: model.engine.running)
+        app.state.service.stopping = True
+        script.hold.set()
+        assert asked.result(60)["choices"] and script.played[-1] == "noted"
+        assert refusal(httpx.post(url + CHAT, json=body()), 503)
 
 
 def test_an_earlier_step_does_not_see_what_was_rehearsed_later(client, script):

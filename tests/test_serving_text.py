@@ -127,6 +127,19 @@ def test_any_pieces_of_a_message_say_what_the_whole_says(data, text, calls):
         assert whole.calls == parsed.calls
 
 
+@given(st.data(), st.lists(PARTS, max_size=8).map("".join))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_single_call_ends_the_message_wherever_the_pieces_are_cut(data, text):
+    stream = ReplyStream(calls=True, single=True)
+    told = [*[stream.feed("".join(piece)) for piece in pieces_of(data, list(text))], stream.finish()]
+    closed = [end for end in range(len(text) + 1) if text[:end].endswith("</tool_call>")]
+    ends = [end for end in closed if read_reply(text[:end], calls=True).calls]
+    whole = read_reply(text[: ends[0]] if ends else text, calls=True)
+    assert stream.over == bool(ends) and len(whole.calls) == bool(ends)
+    assert "".join(reply.reasoning for reply in told) == whole.reasoning
+    assert "".join(reply.content for reply in told) == whole.content and told[-1].calls == whole.calls
+
+
 def test_content_is_told_before_the_message_ends():
     stream = ReplyStream(calls=True)
     assert stream.feed("one <").content == "one "

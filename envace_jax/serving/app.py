@@ -26,7 +26,7 @@ from envace_jax.serving.completions import Asked, Generation, Served
 from envace_jax.serving.counters import Counted, Counters
 from envace_jax.serving.engine import EngineStopped
 from envace_jax.serving.protocol import ChatRequest, Conversation, Rehearsal, RehearsalRequest, RequestError
-from envace_jax.serving.rehearsals import Rehearsals, segment_told
+from envace_jax.serving.rehearsals import Rehearsals, Rehearsed, segment_told
 from envace_jax.serving.streams import EventStream, unless_gone
 from envace_jax.types import Segment
 
@@ -79,15 +79,19 @@ class Service:
 
         return leave
 
-    def generate(self, asked: Asked) -> Generation:
-        self.check_ready()
-        return Generation(self.served, asked)
+    def generate(self, asked: Asked, rehearsed: Rehearsed | None) -> Generation:
+        return Generation(self.served, asked if rehearsed is None else rehearsed.asked)
 
-    def count(self, generation: Generation, usage: Json) -> None:
+    def count(self, generation: Generation, rehearsed: Rehearsed | None) -> Json:
+        """The usage of a request that is over; it is counted."""
+        usage = generation.usage() if rehearsed is None else rehearsed.usage(generation.usage())
         self.counters.count_usage(usage)
+        if rehearsed is not None:
+            self.counters.rehearsals.labels("made" if rehearsed.fresh else "kept").inc()
         for seconds in generation.queue_seconds:
             self.counters.queue_seconds.observe(seconds)
         self.counters.first_token_seconds.observe(generation.first_token_seconds)
+        return usage
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.readers, work, *arguments)
@@ -265,10 +269,9 @@ async def _complete(service: Service, request: Request) -> Response:
 async def _whole(service: Service, asked: Asked) -> Json:
     identity = completions.new_id(), int(time.time())
     rehearsed = await service.rehearsals.rehearsed(asked)
-    with contextlib.closing(service.generate(asked if rehearsed is None else rehearsed.asked)) as generation:
+    with contextlib.closing(service.generate(asked, rehearsed)) as generation:
         deltas = [delta async for delta in generation.deltas()]
-    usage = generation.usage() if rehearsed is None else rehearsed.usage(generation.usage())
-    service.count(generation, usage)
+    usage = service.count(generation, rehearsed)
     more: Json = {"usage": usage}
     if rehearsed is not None and asked.request.rehearsal and asked.request.rehearsal.return_transcript:
         more["rehearsal"] = rehearsed.transcript(service.served)
@@ -283,12 +286,11 @@ async def _chunks(service: Service, asked: Asked) -> AsyncIterator[Json]:
     for index in range(request.n or 1):
         yield completions.chunk(served, identity, [completions.opening_choice(index)], **more)
     rehearsed = await service.rehearsals.rehearsed(asked)
-    with contextlib.closing(service.generate(asked if rehearsed is None else rehearsed.asked)) as generation:
+    with contextlib.closing(service.generate(asked, rehearsed)) as generation:
         async for delta in generation.deltas():
             for choice in completions.chunk_choices(delta, bool(request.logprobs)):
                 yield completions.chunk(served, identity, [choice], **more)
-    usage = generation.usage() if rehearsed is None else rehearsed.usage(generation.usage())
-    service.count(generation, usage)
+    usage = service.count(generation, rehearsed)
     if wants_usage:
         more["usage"] = usage
     if rehearsed is not None and request.rehearsal and request.rehearsal.return_transcript:
@@ -327,10 +329,9 @@ async def _rehearsal_events(service: Service, asked: Asked) -> AsyncIterator[Jso
         making.cancel()
     if rehearsed is not None:
         yield {"type": "memory", "text": rehearsed.memory.text}
-    with contextlib.closing(service.generate(asked if rehearsed is None else rehearsed.asked)) as generation:
+    with contextlib.closing(service.generate(asked, rehearsed)) as generation:
         deltas = [delta async for delta in generation.deltas()]
-    usage = generation.usage() if rehearsed is None else rehearsed.usage(generation.usage())
-    service.count(generation, usage)
+    usage = service.count(generation, rehearsed)
     (choice,) = completions.completion(service.served, ("", 0), deltas, False)["choices"]
     yield {"type": "message", "message": choice["message"], "finish_reason": choice["finish_reason"]}
     yield {"type": "done", "usage": usage}

@@ -9,10 +9,10 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from envace_jax.chat import CALL_CLOSE, Chat
+from envace_jax.chat import Chat
 from envace_jax.episode import Limits
 from envace_jax.roles import Prompts
 from envace_jax.sampling import SampleRequest
@@ -68,17 +68,18 @@ def read_conversation(served: Served, request: ChatRequest, body: Mapping[str, A
     prompts = served.prompts
     if options is not None and options.enable_thinking is not None:
         prompts = dataclasses.replace(prompts, thinking=options.enable_thinking)
-    asked = Asked(
-        request, messages, tools, prompts, _forced(served.chat, tools, choice),
-        seed=secrets.randbits(63) if request.seed is None else request.seed, prompt=[],
-    )  # fmt: skip
-    return with_messages(served, asked, messages)
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    asked = Asked(request, messages, tools, prompts, forced=[], seed=seed, prompt=[])
+    asked = with_messages(served, asked, messages)  # first: of tools that fit, the possible calls are soon written
+    forced = _forced(served.chat, tools, choice)
+    return with_messages(served, dataclasses.replace(asked, forced=forced), messages) if forced else asked
 
 
 def with_messages(served: Served, asked: Asked, messages: list[Message]) -> Asked:
     """The same request with other messages. Raises RequestError where they leave no room for an answer."""
-    thinking = asked.prompts.thinking and not asked.forced
-    tokens = conversation.prompt(served.chat, messages, asked.tools, thinking, asked.prompts.as_sampled) + asked.forced
+    tokens = conversation.prompt(
+        served.chat, messages, asked.tools, asked.prompts.thinking, asked.prompts.as_sampled, asked.forced
+    )
     longest = served.engine.max_length
     if len(tokens) >= longest:
         raise RequestError(
@@ -185,35 +186,39 @@ class _Choice:
     def __init__(self, served: Served, asked: Asked):
         request = asked.request
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        self._single = request.parallel_tool_calls is False and bool(asked.tools)
-        self.text = TextStream(served.token_bytes, [*stops, *([CALL_CLOSE] if self._single else [])])
+        self._single = request.parallel_tool_calls is False
+        self.text = TextStream(served.token_bytes, stops)
         self.over = False
         self.cached = 0
         self._stop_ids = served.engine.stop_ids
-        self._reply = ReplyStream(calls=bool(asked.tools))
-        self._begun = served.chat.decode(asked.forced)
+        self._reply = ReplyStream(calls=bool(asked.tools), single=self._single)
+        self._reply.feed(served.chat.decode(asked.forced))  # a call's beginning, if anything: none of it is told yet
 
     def feed(self, place: int, piece: Piece) -> Delta:
-        text = self.text.feed(piece.tokens.tolist(), piece.logprobs.tolist(), self._stop_ids)
-        self.cached = self.cached or piece.cached_tokens
-        self.over = piece.finish_reason is not None or self.text.stop is not None
+        self.cached = piece.cached_tokens
+        told = [self._reply.feed(text) for text in self._texts(piece)]
+        self.over = piece.finish_reason is not None or self.text.stop is not None or self._reply.over
         if self.over:
-            text += self.text.finish()
-        if self.text.stop == CALL_CLOSE and self._single:
-            text += CALL_CLOSE
-        reply = self._reply.feed(self._begun + text)
-        self._begun = ""
+            told += [self._reply.feed(self.text.finish()), self._reply.finish()]
+        reply = Reply("".join(one.reasoning for one in told), "".join(one.content for one in told), ())
         tokens, self.text.tokens = self.text.tokens, []
         if not self.over:
             return Delta(place, reply, tokens)
-        rest = self._reply.finish()
-        calls = rest.calls[:1] if self._single else rest.calls
-        reply = Reply(reply.reasoning + rest.reasoning, reply.content + rest.content, calls)
-        if calls:
+        reply = dataclasses.replace(reply, calls=told[-1].calls)
+        if reply.calls:
             reason = "tool_calls"
         else:
             reason = "stop" if self.text.stop is not None else piece.finish_reason or "stop"
         return Delta(place, reply, tokens, reason)
+
+    def _texts(self, piece: Piece) -> Iterator[str]:
+        tokens, logprobs = piece.tokens.tolist(), piece.logprobs.tolist()
+        # Where a call may end the answer, token by token: those after it are not used.
+        size = 1 if self._single else max(1, len(tokens))
+        for begin in range(0, len(tokens), size):
+            if self._reply.over:
+                return
+            yield self.text.feed(tokens[begin : begin + size], logprobs[begin : begin + size], self._stop_ids)
 
 
 # --- OpenAI's objects ---
@@ -268,8 +273,10 @@ def completion(
 ) -> dict[str, Any]:
     """A whole `chat.completion` of all its deltas."""
     choices = []
-    for index in sorted({delta.choice for delta in deltas}):
-        own = [delta for delta in deltas if delta.choice == index]
+    of_choice: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        of_choice.setdefault(delta.choice, []).append(delta)
+    for index, own in sorted(of_choice.items()):
         reply = Reply(
             "".join(delta.reply.reasoning for delta in own),
             "".join(delta.reply.content for delta in own),

@@ -5,6 +5,7 @@ Checks of what messages mean together are here too; of what each is by itself, i
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,11 +54,14 @@ def problem(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) ->
 
     As at OpenAI, the results of all calls of a message follow it, each by its id; ids may be left out.
     """
-    names = [tool["function"]["name"] for tool in tools]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    names: set[str] = set()
+    for place, name in enumerate(tool["function"]["name"] for tool in tools):
+        if name in names:
             return f"tools.{place}", f"a tool called {name!r} is there already"
-    open_: list[str | None] | None = None  # ids of calls whose results are due; None: not even a call
+        names.add(name)
+    # Ids of calls whose results are due, in order, and how often (only None, for no id, may be so twice); None: not
+    # even a call. The dict that gives its first key soon however many were taken away.
+    open_: collections.OrderedDict[str | None, int] | None = None
     for place, message in enumerate([*messages, {"role": "end"}]):
         where = f"messages.{place}"
         if message["role"] == "tool":
@@ -66,16 +70,18 @@ def problem(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) ->
                 return where, "a message of role 'tool' must follow an assistant message with 'tool_calls'"
             if given not in open_ and None not in open_ and (given is not None or not open_):
                 return f"{where}.tool_call_id", f"no call before it that waits for a result has the id {given!r}"
-            if given is None or given in open_:
-                open_.remove(given if given in open_ else open_[0])
-            else:
-                open_.remove(None)
+            answered = given if given in open_ else None if None in open_ else next(iter(open_))
+            open_[answered] -= 1
+            if not open_[answered]:
+                del open_[answered]
             continue
         if open_:
-            return f"messages.{place - 1}", f"a message of role 'tool' must answer each call; missing: {open_[0]!r}"
+            missing = next(iter(open_))
+            return f"messages.{place - 1}", f"a message of role 'tool' must answer each call; missing: {missing!r}"
         open_ = None
         if message.get("tool_calls"):
-            open_ = [call.get("id") for call in message["tool_calls"]]
+            counts = collections.Counter(call.get("id") for call in message["tool_calls"])
+            open_ = collections.OrderedDict(counts)
             wrong = _wrong_call(where, message["tool_calls"])
             if wrong is not None:
                 return wrong
@@ -83,9 +89,9 @@ def problem(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) ->
 
 
 def _wrong_call(where: str, calls: Sequence[Mapping[str, Any]]) -> Problem | None:
-    ids = [call["id"] for call in calls if "id" in call]
+    ids = collections.Counter(call["id"] for call in calls if "id" in call)
     for number, call in enumerate(calls):
-        if "id" in call and ids.count(call["id"]) > 1:
+        if "id" in call and ids[call["id"]] > 1:
             return f"{where}.tool_calls.{number}.id", f"two calls have the id {call['id']!r}"
         value: Json = None
         try:
@@ -104,8 +110,11 @@ def prompt(
     tools: Sequence[Mapping[str, Json]],
     thinking: bool,
     as_sampled: bool = False,
+    begun: Sequence[int] = (),
 ) -> list[int]:
     """Token ids up to the assistant message that is to come, for messages as `plain` gives them.
+
+    `begun` are tokens that it is to begin with; it has no thoughts then, and what was said before stands as ever.
 
     As in the template, thoughts of assistant messages stay only after the last user message; with `as_sampled` they
     are written as a rollout's stream has them (`roles.Prompts`).
@@ -134,7 +143,7 @@ def prompt(
             if place + 1 == len(messages) or messages[place + 1]["role"] != "tool":
                 tokens += chat.tool_results(results)
                 results = []
-    return tokens + chat.assistant_prefix(thinking=thinking)
+    return [*tokens, *chat.assistant_prefix(thinking=thinking and not begun), *begun]
 
 
 def with_note(messages: Sequence[Message], note: str, place: str) -> list[Message]:
@@ -187,19 +196,26 @@ def forced_beginning(chat: Chat, tools: Sequence[Mapping[str, Json]], name: str 
     possible = [chat.call_opening(text) for function in functions for text in _possible_calls(function)]
     shortest = min(map(len, possible))
     agreed = next((at for at in range(shortest) if len({tokens[at] for tokens in possible}) > 1), shortest)
+    least = len(chat.call_opening(""))
+    while agreed > least and chat.decode(possible[0][:agreed]).endswith("\ufffd"):  # no half a character
+        agreed -= 1
     if name is not None:
-        least = f'{{"name": {json.dumps(name, ensure_ascii=False)}'
-        if least not in chat.decode(possible[0][:agreed]):
-            return chat.call_opening(f'{least}, "arguments":')
-    return possible[0][: max(agreed, len(chat.call_opening("")))]
+        named = f'{{"name": {json.dumps(name, ensure_ascii=False)}'
+        if named not in chat.decode(possible[0][:agreed]):
+            return chat.call_opening(f'{named}, "arguments":')
+    return possible[0][: max(agreed, least)]
 
 
 def _possible_calls(function: Mapping[str, Any]) -> list[str]:
-    """Texts of calls of a tool that differ in what comes first of the arguments."""
+    """Texts of calls of a tool that differ in what comes first of the arguments.
+
+    A schema may be any JSON object: what cannot be read of it forbids nothing.
+    """
     schema = function.get("parameters") or {}
-    names = list(schema.get("properties") or {}) or ["a", "b"]
+    properties, required = schema.get("properties"), schema.get("required")
+    names = list(properties) if isinstance(properties, Mapping) else []
     values: tuple[Json, ...] = ("", 1, {})
     beginnings = [{name: value} for name in [*names, "a", "b"] for value in values]
-    if not schema.get("required"):
+    if not (isinstance(required, list) and required):
         beginnings.append({})
     return [render_call(ToolCall(function["name"], arguments)) for arguments in beginnings]

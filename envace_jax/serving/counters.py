@@ -31,7 +31,10 @@ class Counters:
             registry=registry,
         )  # fmt: skip
         self.rehearsal_tokens = Counter("envace_rehearsal_tokens", "Tokens of rehearsals", ["kind"], registry=registry)
-        self.rehearsals = Counter("envace_rehearsals", "Rehearsals", ["memory"], registry=registry)
+        self.rehearsals = Counter(
+            "envace_rehearsals", "Requests answered with a memory, made for them or kept", ["memory"],
+            registry=registry,
+        )  # fmt: skip
         self.seconds = self._histogram("envace_request_seconds", "From a request's arrival to its end")
         self.queue_seconds = self._histogram("envace_queue_seconds", "From a prompt's submission to a slot")
         self.first_token_seconds = self._histogram(

@@ -35,8 +35,8 @@ class Piece:
 
     tokens: np.ndarray  # i32[C]
     logprobs: np.ndarray  # f32[C]
+    cached_tokens: int  # of the prompt, found in a kept cache
     finish_reason: FinishReason | None = None  # of the last piece
-    cached_tokens: int = 0  # with the last piece: of the prompt, found in a kept cache
 
 
 class Handle:
@@ -75,15 +75,15 @@ class Handle:
 
     # --- for the engine's thread ---
 
-    def drawn(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def drawn(self, tokens: np.ndarray, logprobs: np.ndarray, cached_tokens: int) -> None:
         self._sent += len(tokens)
-        self._pieces.append(Piece(tokens, logprobs))
+        self._pieces.append(Piece(tokens, logprobs, cached_tokens))
         self._wake()
 
     def finished(self, sample: Sample) -> None:
         rest = slice(self._sent, None)
         self._pieces.append(
-            Piece(sample.tokens[rest], sample.logprobs[rest], sample.finish_reason, sample.cached_tokens)
+            Piece(sample.tokens[rest], sample.logprobs[rest], sample.cached_tokens, sample.finish_reason)
         )
         self.sample.set_result(dataclasses.replace(sample, request_id=self.request.request_id))
         self._wake()
@@ -94,7 +94,7 @@ class Handle:
 
 
 async def merged(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of several requests with their places, as they come, until all are over."""
+    """The pieces of several requests with their places, as they come, until all are over or given up."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
@@ -108,11 +108,14 @@ async def merged(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
         await event.wait()
         event.clear()
         for place in sorted(open_):
-            while taken := handles[place].take():  # again, since a fault that follows pieces wakes nobody twice
+            # Again, since a fault that follows pieces wakes nobody twice; the reader may give it up between two.
+            while not handles[place].cancelled and (taken := handles[place].take()):
                 for piece in taken:
                     if piece.finish_reason is not None:
                         open_.discard(place)
                     yield place, piece
+            if handles[place].cancelled:
+                open_.discard(place)
 
 
 class Engine:
@@ -180,7 +183,8 @@ class Engine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """Gives a request up; its slot is free before the next token is drawn. Nothing where it is over already."""
+        """Gives a request up; its slot is free after the call of `step` under way, which may still draw some tokens for
+        it, `decode_chunk` at most. Nothing where it is over already."""
         with self._changed:
             handle.cancelled = True
             self._changed.notify()
@@ -212,27 +216,28 @@ class Engine:
                 self._waiting = collections.deque(handle for handle in self._waiting if not handle.cancelled)
                 free = self._sampler.free() + sum(handle.number in self._running for handle in dropped)
                 chosen = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            left = [handle.number for handle in dropped if self._running.pop(handle.number, None)]
+            self._running |= {handle.number: handle for handle in chosen}  # whatever fails from here on, they are told
             for handle in dropped:
-                if self._running.pop(handle.number, None):
-                    self._sampler.cancel(handle.number)
                 handle.failed(CancelledError())
             try:
-                self._step(chosen)
+                self._step(left, chosen)
             except Exception as error:  # the device's: memory, a lost connection
                 self.faults += 1
                 self._fail_running(f"{type(error).__name__}: {error}")
                 self._sampler.reset()
 
-    def _step(self, chosen: Sequence[Handle]) -> None:
+    def _step(self, left: Sequence[int], chosen: Sequence[Handle]) -> None:
+        for number in left:
+            self._sampler.cancel(number)
         now = time.monotonic()
         for handle in chosen:
             handle.started = now
-            self._running[handle.number] = handle
         if chosen:
             self._sampler.submit([dataclasses.replace(handle.request, request_id=handle.number) for handle in chosen])
         samples = self._sampler.step(self._params)
-        for number, (tokens, logprobs) in self._sampler.drawn().items():
-            self._running[number].drawn(tokens, logprobs)
+        for number, drawn in self._sampler.drawn().items():
+            self._running[number].drawn(*drawn)
         for sample in samples:
             self._running.pop(sample.request_id).finished(sample)
 

@@ -55,13 +55,11 @@ class Rehearsed:
     def transcript(self, served: Served) -> dict[str, Any]:
         """What a client may see of it: the memory, and of each attempt why it ended, its segments in order, and its own
         messages, those of the conversation left out."""
-        systems = sum(message["role"] == "system" for message in self.asked.messages)
-        given = len(self.asked.messages) - max(systems - 1, 0)  # a rehearsal has them in one
         attempts = [
             {
                 "reason": attempt.reason,
                 "segments": [segment_told(served, segment) for segment in attempt.segments],
-                "messages": [_message_told(message) for message in attempt.messages[given:]],
+                "messages": [_message_told(message) for message in attempt.messages],
             }
             for attempt in self.memory.attempts
         ]
@@ -75,11 +73,14 @@ class Rehearsals:
       default: for requests that do not say how; they are rehearsed only if they have tools.
       threads: rehearsals under way at once; others wait.
       kept: the most memories that are kept.
+      kept_tokens: the most sampled tokens that they may have together, attempts counted in.
     """
 
-    def __init__(self, served: Served, default: Settings, threads: int = 32, kept: int = 1024):
+    def __init__(
+        self, served: Served, default: Settings, threads: int = 32, kept: int = 1024, kept_tokens: int = 1 << 20
+    ):
         self.default = default
-        self._served, self._most = served, kept
+        self._served, self._most, self._most_tokens = served, kept, kept_tokens
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rehearsal")
         self._usual_mode = "parallel" if default.mode == "none" else default.mode
         self._kept: collections.OrderedDict[str, Memory] = collections.OrderedDict()
@@ -115,7 +116,9 @@ class Rehearsals:
             return None
         keys = _keys(asked, settings)
         reuse = asked.request.rehearsal is None or asked.request.rehearsal.reuse
-        found = next((key for key in keys if key in self._kept), None) if reuse else None
+        # With a seed only what this very request would make, or the answer would depend on what was asked before it.
+        usable = keys if asked.request.seed is None else keys[:1]
+        found = next((key for key in usable if key in self._kept), None) if reuse else None
         given_up = threading.Event()
         try:
             if found is not None:
@@ -147,7 +150,8 @@ class Rehearsals:
             )  # fmt: skip
         finally:
             sampler.close()
-        return memory
+        given = len(task.messages)
+        return dataclasses.replace(memory, attempts=tuple(_own(attempt, given) for attempt in memory.attempts))
 
     def _with_memory(self, asked: Asked, memory: Memory, settings: Settings) -> Asked:
         """The request with the memory in its prompt; as it was where there is none, or it does not fit."""
@@ -163,22 +167,28 @@ class Rehearsals:
             return asked
 
     def _keep(self, key: str, memory: Memory) -> None:
-        self._kept[key] = dataclasses.replace(memory, attempts=tuple(map(_smaller, memory.attempts)))
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        self._kept[key] = memory
+        tokens = sum(kept.completion_tokens for kept in self._kept.values())
+        while len(self._kept) > self._most or tokens > self._most_tokens:
+            tokens -= self._kept.popitem(last=False)[1].completion_tokens
 
 
-def _smaller(attempt: Trajectory) -> Trajectory:
-    """An attempt as far as a transcript needs it: prompts are most of what it takes."""
+def _own(attempt: Trajectory, given: int) -> Trajectory:
+    """An attempt as far as a transcript needs it, without the conversation's `given` messages: in size it is what was
+    sampled, and no prompts."""
     nothing = np.zeros(0, np.int32)
-    segments = [dataclasses.replace(segment, prompt_tokens=nothing) for segment in attempt.segments]
-    return dataclasses.replace(attempt, segments=tuple(segments))
+    segments = [
+        dataclasses.replace(segment, prompt_tokens=nothing, logprobs=nothing.astype(np.float32))
+        for segment in attempt.segments
+    ]
+    return dataclasses.replace(attempt, segments=tuple(segments), messages=attempt.messages[given:])
 
 
 def _keys(asked: Asked, settings: Settings) -> list[str]:
     """Names of the conversation as it stands, and as it stood at earlier steps of the same user turn, latest first.
 
-    A request with a seed shares memories only with those of the same seed: it is to get the same answer again.
+    A request with a seed shares memories only with those of the same seed, made for the same conversation: it is to
+    get the same answer again, whatever was asked before.
     """
     given = [asked.tools, dataclasses.asdict(settings), asked.prompts.thinking, asked.request.seed]
     hashed = hashlib.sha256(json.dumps(given).encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away: whatever was being made for them is cancelled at once."""
+"""Server-sent events, and clients that go away, or read no more: whatever was being made for them is cancelled."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 Json = dict[str, Any]
+
+SEND_SECONDS = 60.0  # for a client to take an event, beyond what buffers hold
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
@@ -43,7 +45,8 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events of JSON objects, `[DONE]` in the end.
 
-    An error under way is told as an event, by `error` of OpenAI's error object. `over` is called however it ends.
+    An error under way is told as an event, by `error` of OpenAI's error object. `over` is called however it ends. A
+    client that takes nothing for `SEND_SECONDS` counts as gone.
     """
 
     media_type = "text/event-stream"
@@ -63,7 +66,14 @@ class EventStream(Response):
         finally:
             self._over()
 
-    async def _send(self, send: Any) -> None:
+    async def _send(self, send_at_last: Any) -> None:
+        async def send(message: Json) -> None:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send_at_last(message)
+            except TimeoutError:
+                raise ClientDisconnect from None
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with contextlib.aclosing(self._source) as source:  # type: ignore[type-var]
             try:
@@ -73,6 +83,8 @@ class EventStream(Response):
                 await send(_part(json.dumps(self._error(RequestError(503, str(error), code="unavailable").body))))
             except RequestError as error:
                 await send(_part(json.dumps(self._error(error.body))))
+            except ClientDisconnect:
+                raise
             except Exception:
                 log.exception("a stream failed")
                 body = RequestError(500, "the server failed; its log says why", code="internal").body

@@ -137,19 +137,25 @@ class ReplyStream:
 
     `<think>` opens thoughts up to `</think>`. From the first `<tool_call>` on everything waits for the end, since one
     malformed call makes content of them all. Newlines around thoughts and around the content are left out.
-    With `calls` False there are none, whatever is written.
+    With `calls` False there are none, whatever is written. With `single` the message is over with its first call, if
+    that can be read: what follows is left out.
     """
 
-    def __init__(self, calls: bool):
+    def __init__(self, calls: bool, single: bool = False):
+        self.over = False  # the single call is there
+        self._single = single
         self._tags = (THINK_OPEN, CALL_OPEN, CALL_CLOSE) if calls else (THINK_OPEN,)
         self._pattern = re.compile("|".join(map(re.escape, self._tags)))
         self._pending = ""
         self._thinking = False
         self._calls = False  # from here on all waits
+        self._searched = 0  # characters of what waits in which no call ends
         self._content, self._reasoning = _Trimmed(), _Trimmed()
 
     def feed(self, text: str) -> Reply:
         """What is settled now, beyond what earlier calls gave; no calls yet."""
+        if self.over:
+            return Reply("", "", ())
         self._pending += text
         reasoning, content = [], []
         while not self._calls:
@@ -177,7 +183,18 @@ class ReplyStream:
             self._thinking = tag == THINK_OPEN
             if self._thinking:
                 self._reasoning.begin_again()
+        if self._calls and self._single:
+            self._end_after_call()
         return Reply("".join(reasoning), "".join(content), ())
+
+    def _end_after_call(self) -> None:
+        # Not at any closing tag: an argument may have one in its text. Read only where a tag came, not for each token.
+        while (at := self._pending.find(CALL_CLOSE, self._searched)) >= 0:
+            self._searched = at + len(CALL_CLOSE)
+            if parse_assistant(self._pending[: self._searched]).calls:
+                self._pending, self.over = self._pending[: self._searched], True
+                return
+        self._searched = max(self._searched, len(self._pending) - len(CALL_CLOSE) + 1)
 
     def finish(self) -> Reply:
         """The rest, and the calls."""
