@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from envace_jax.chat import parse_assistant, render_call
+from envace_jax.chat import END_OF_TEXT, MESSAGE_END, THINK_CLOSE, THINK_OPEN, parse_assistant, render_call
 from envace_jax.episode import Reason
 from envace_jax.roles import Prompts, act_prompt, message_calls
 from envace_jax.types import Message, Task, Trajectory
@@ -62,8 +62,10 @@ def question(
     """The prompt by which the policy writes its memory, i32[P] as a list; `before` is the memory that it revises.
 
     Where it has more than `most_tokens` tokens, results and replies are shown shortened, then the first attempts are
-    left out; None where it does not fit even so.
+    left out; None where it does not fit even so. It is asked for without thoughts, of which there may be more than
+    tokens for it.
     """
+    prompts = dataclasses.replace(prompts, thinking=False)
     if prompts.style == "compact":
         said = transcript(task, attempts, prompts)
         tokens = act_prompt(prompts, dataclasses.replace(task, note=said))
@@ -76,10 +78,15 @@ def question(
     return next((tokens for first, limit in choices if len(tokens := write(first, limit)) <= most_tokens), None)
 
 
-def read(text: str) -> str:
-    """The memory in what the policy wrote: the text outside its thoughts, or the calls of an ACT message."""
-    parsed = parse_assistant(text)
-    return "\n".join([*map(render_call, parsed.calls)]) or parsed.content.strip()
+def read(text: str, style: str) -> str:
+    """The memory in what the policy wrote: in the compact style the calls of an ACT message, or else the text outside
+    its thoughts, with any calls that it quotes."""
+    if style == "compact":
+        parsed = parse_assistant(text)
+        return "\n".join([*map(render_call, parsed.calls)]) or parsed.content.strip()
+    for stop in (MESSAGE_END, END_OF_TEXT):
+        text = text.removesuffix(stop)
+    return text.rpartition(THINK_CLOSE)[2].partition(THINK_OPEN)[0].strip()
 
 
 def _full(

@@ -107,29 +107,40 @@ def rehearse(
 ) -> list[Memory]:
     """A memory for each task, by the player's own attempts at all of them in one batch.
 
-    A memory depends on the task, the settings, the seed and the policy alone, not on the tasks beside it. Those that
-    `cache` holds are not rehearsed again. With `after`, what came of the same tasks, mode and seed with fewer attempts
-    and without a budget, only the further attempts are made; the result is the same. Mode "none" gives empty memories.
-    Raises ValueError for a task whose first user message is still to come.
+    A memory depends on the task, the settings, the seed and the policy alone, not on the tasks beside it. A task that
+    stands twice is rehearsed once, and those that `cache` holds are not rehearsed again. With `after`, what came of the
+    same tasks, mode and seed with fewer attempts and without a budget, only the further attempts are made; the result
+    is the same. Mode "none" gives empty memories. Raises ValueError for a task whose first user message is still to
+    come, and for different tasks of one id: their random numbers would depend on which comes first.
     """
     if settings.mode == "none":
         return [Memory("") for _ in tasks]
     if after is not None and len({len(memory.attempts) for memory in after}) > 1:
         raise ValueError("a rehearsal cannot go on from memories of different numbers of attempts")
-    known = [None if cache is None else cache.get(task, settings, seed) for task in tasks]
-    new = [
-        _Rehearsal(private_view(task), settings).after(None if after is None else after[place])
-        for place, task in enumerate(tasks)
-        if known[place] is None
-    ]
+    keys = [_key(task, settings, seed) for task in tasks]
+    names = {key: task.task_id for key, task in zip(keys, tasks, strict=True)}
+    repeated = [name for name, count in collections.Counter(names.values()).items() if count > 1]
+    if repeated:
+        raise ValueError(f"different tasks to rehearse have one id, {repeated[0]!r}")
+    known = {} if cache is None else {key: memory for key in names if (memory := cache.get(key)) is not None}
+    new = {
+        key: _Rehearsal(private_view(task), settings).after(None if after is None else after[place])
+        for place, (key, task) in enumerate(zip(keys, tasks, strict=True))
+        if key not in known
+    }
     stage = _Stage(player, settings, prompts, limits, seed, progress, on_segment)
-    stage.rehearse(new)
-    made = iter(rehearsal.result() for rehearsal in new)
-    memories = [memory if memory is not None else next(made) for memory in known]
+    stage.rehearse(list(new.values()))
+    known |= {key: rehearsal.result() for key, rehearsal in new.items()}
     if cache is not None:
-        for task, memory in zip(tasks, memories, strict=True):
-            cache.put(task, settings, seed, memory)
-    return memories
+        for key in names:
+            cache.put(key, known[key])
+    return [known[key] for key in keys]
+
+
+def _key(task: Task, settings: Settings, seed: int) -> str:
+    """Of all that a memory depends on beside the policy."""
+    known = json.dumps([private_view(task), settings, seed], default=vars, sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()
 
 
 def private_view(task: Task) -> Task:
@@ -193,26 +204,22 @@ def _text(content: Json, where: str) -> str:
 
 
 class Cache:
-    """Memories by task, settings and seed, for one policy; the least recently used go first beyond `most`."""
+    """Memories of `rehearse` for one policy, by all else that they depend on; the least recently used go first beyond
+    `most`."""
 
     def __init__(self, most: int = 4096):
         self._most = most
         self._memories: collections.OrderedDict[str, Memory] = collections.OrderedDict()
 
-    def get(self, task: Task, settings: Settings, seed: int) -> Memory | None:
-        key = self._key(task, settings, seed)
+    def get(self, key: str) -> Memory | None:
         if key in self._memories:
             self._memories.move_to_end(key)
         return self._memories.get(key)
 
-    def put(self, task: Task, settings: Settings, seed: int, memory: Memory) -> None:
-        self._memories[self._key(task, settings, seed)] = memory
+    def put(self, key: str, memory: Memory) -> None:
+        self._memories[key] = memory
         while len(self._memories) > self._most:
             self._memories.popitem(last=False)
-
-    def _key(self, task: Task, settings: Settings, seed: int) -> str:
-        known = json.dumps([private_view(task), settings, seed], default=vars, sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()
 
 
 class _Unscored:
@@ -330,7 +337,8 @@ class _Stage:
             rehearsal = rehearsals[sample.request_id]
             read = len(requests[sample.request_id].prompt_tokens)
             rehearsal.count(read, len(sample.tokens), sample.cached_tokens)
-            rehearsal.text = written.read(self.prompts.chat.decode(sample.tokens.tolist())) or rehearsal.text
+            said = self.prompts.chat.decode(sample.tokens.tolist())
+            rehearsal.text = written.read(said, self.prompts.style) or rehearsal.text
 
     def _memory_request(self, place: int, rehearsal: _Rehearsal) -> SampleRequest | None:
         """What asks the policy for its memory; None where no attempt began, no token is left or no prompt fits."""

@@ -118,8 +118,8 @@ def rollout(
 
     A fault of a responder, judge or user (exception, time-out, unreadable result, impossible score, empty message)
     fails its trajectory alone, and a task that the limits cannot hold fails all of its own: status "failed", reward
-    nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1 and for a task
-    without user turns.
+    nan, reason "fault: ...". Errors of the sampler are raised. Raises ValueError for attempts below 1, and for a task
+    without user turns whose messages do not end with a user's message or tool results.
     """
     if attempts < 1:
         raise ValueError(f"attempts={attempts} must be at least 1")

@@ -204,6 +204,29 @@ def test_processes_in_step_play_what_one_plays(count, slots, chunk, tasks):
         assert calls > 0 or not tasks_asked
 
 
+def test_budgets_numbers_of_attempts_and_ends_are_those_of_one_process(processes):
+    batch = [scripted.task(1 + number % 2, f"task {number}") for number in range(3)]
+    told: dict[int | None, list] = {None: [], 0: [], 1: []}
+
+    def one(index):
+        return everything(
+            play(
+                tasks=batch, sampler=ScriptedSampler(bank_script, slots=5, chunk=70), first_attempt=4,
+                token_budgets=[0, 150, 900], on_end=lambda number, trajectory: told[index].append((number, trajectory)),
+            )
+        )  # fmt: skip
+
+    want = one(None)
+    assert all(got == want for got in processes(2).run(one))
+    assert [attempt for _, _, attempt, *_ in want] == [4, 5] * 3
+    sizes = [sum(len(segment[2]) for segment in content_[5]) for content_, *_ in want]
+    assert sizes[2] <= 150 and sizes[3] <= 150 < sizes[0] and {content_[3] for content_, *_ in want[2:4]} == {"length"}
+    # Each tells of its own alone, once, and as all get them in the end.
+    assert sorted(number for number, _ in told[0]) == [0, 1, 4, 5] and sorted(n for n, _ in told[1]) == [2, 3]
+    for number, trajectory in told[0] + told[1]:
+        assert everything([trajectory])[0] == want[number]
+
+
 @pytest.mark.parametrize("own", [None, 2])
 def test_a_judge_in_the_processes_answers_whoever_asks(own, processes):
     """Its questions go into everybody's slots; its counts are those of one process when added."""

@@ -19,6 +19,7 @@ from envace_jax.chat import load_tokenizer
 from envace_jax.config import ASSETS
 from envace_jax.episode import Limits
 from envace_jax.fingerprint import of_tasks
+from envace_jax.memory import read
 from envace_jax.rehearsal import Memory, Settings, rehearse, task_of, with_memory
 from envace_jax.responders import Real
 from envace_jax.rollout import Player, rollout
@@ -252,6 +253,53 @@ def test_a_cache_gives_the_memory_of_the_same_task_settings_and_seed():
     known = dataclasses.replace(second, reference=(), checklist=((CheckItem("new", 1.0),),))
     rehearsed([known], sampler=sampler, cache=cache)
     assert len(sampler.submitted) == before + asked_once
+
+
+def test_a_task_that_stands_twice_is_rehearsed_once_and_alike():
+    one, other = scripted.task(), scripted.task(task_id="other")
+    (alone,) = rehearsed([one])
+    sampler = ScriptedSampler(script)
+    first, beside, second = rehearsed([one, other, dataclasses.replace(one, reference=())], sampler=sampler)
+    assert first is second and first.text == alone.text and beside is not first
+    assert [a.messages for a in first.attempts] == [a.messages for a in alone.attempts]
+    per_task = len(sampler.submitted) // 2
+    cache = rehearsal.Cache()
+    rehearsed([one, one], sampler=sampler, cache=cache)
+    assert len(sampler.submitted) == 3 * per_task
+    assert rehearsed([one], sampler=sampler, cache=cache)[0].text == alone.text
+    assert len(sampler.submitted) == 3 * per_task
+    with pytest.raises(ValueError, match="different tasks to rehearse have one id, 'bank'"):
+        rehearsed([one, scripted.task(user_turns=("turn 0, now",))], sampler=sampler)
+
+
+def test_a_memory_is_asked_for_without_thoughts():
+    """A policy that thinks would often be cut within them, and nothing would be left."""
+    sampler = ScriptedSampler(script)
+    for prompts in (scripted.prompts(style="full", thinking=True), scripted.prompts(thinking=True)):
+        rehearsed([scripted.task()], prompts=prompts, sampler=sampler)
+        noting = [r for r in sampler.submitted if r.key_ids[1] == rehearsal.MEMORY_STREAM][-1]
+        without, thinking = CHAT.assistant_prefix(thinking=False), CHAT.assistant_prefix()
+        assert noting.prompt_tokens[-len(without) :] == without
+        attempt = [r for r in sampler.submitted if r.key_ids[1] == rehearsal.ATTEMPT_STREAM][-1]
+        assert attempt.prompt_tokens[-len(thinking) :] == thinking
+
+
+CALL = '{"name": "balance", "arguments": {"owner": "ann"}}'
+QUOTING = f"Look first:\n{scripted.calling(ToolCall('balance', {'owner': 'ann'}))}\nthen pay."
+
+
+@pytest.mark.parametrize(
+    ("text", "full", "compact"),
+    [
+        (QUOTING, QUOTING, CALL),
+        (f"<think>\nhm\n</think>\n\n{QUOTING}<|im_end|>", QUOTING, CALL),
+        ("pay <tool_call>", "pay <tool_call>", "pay"),
+        ("<think>\nnever closed", "", ""),
+        ("pay\n<think>\nnever closed", "pay", "pay"),
+    ],
+)  # fmt: skip
+def test_notes_are_read_whole_and_compact_ones_as_calls(text, full, compact):
+    assert (read(text, "full"), read(text, "compact")) == (full, compact)
 
 
 SPOKEN = [
