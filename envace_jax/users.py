@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -53,6 +54,7 @@ class SimulatedUser:
     ):
         self.counts = collections.Counter[str]() if counts is None else counts
         self._ask, self._name, self._options = ask, name, dict(options or {})
+        self._trial: list[int] = []  # the seed of an evaluation's trial
         self._cache = None if cache is None else AnswerCache(cache, self.counts)
 
     def answer(self, task: Task, messages: MessageList) -> Future[str | None]:
@@ -65,7 +67,7 @@ class SimulatedUser:
             ask()
             if self._cache is None
             else self._cache.answer(
-                key_of([self._name, self._options, question]), ask, lambda text: isinstance(text, str)
+                key_of([self._name, self._options, question, *self._trial]), ask, lambda text: isinstance(text, str)
             )
         )
         answer: Future[str | None] = Future()
@@ -79,6 +81,13 @@ class SimulatedUser:
 
         said.add_done_callback(settle)
         return answer
+
+    def of_trial(self, seed: int) -> SimulatedUser:
+        """The same user, who keeps what it says in the trial with that seed apart: else all trials of a task would be
+        with one draw of its words."""
+        found = copy.copy(self)
+        found._trial = [seed]
+        return found
 
     def close(self) -> None:
         if self._cache is not None:

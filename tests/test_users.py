@@ -95,6 +95,17 @@ def test_what_was_said_is_kept_for_this_run_and_the_next(tmp_path):
     assert other.answer(TASK, CONVERSATION).result() == "three"
 
 
+def test_trials_of_an_evaluation_share_nothing_that_was_said(tmp_path):
+    model = Model("one", "two", "for training")
+    user = SimulatedUser(model, name="m", cache=tmp_path / "kept.jsonl")
+    trials = [user.of_trial(seed) for seed in (5, 6, 5)]
+    assert [trial.answer(TASK, CONVERSATION).result() for trial in trials] == ["one", "two", "one"]
+    assert user.answer(TASK, CONVERSATION).result() == "for training"
+    user.close()
+    again = SimulatedUser(Model(), name="m", cache=tmp_path / "kept.jsonl")
+    assert [again.of_trial(seed).answer(TASK, CONVERSATION).result() for seed in (5, 6)] == ["one", "two"]
+
+
 def test_a_fault_is_raised_and_not_kept(tmp_path):
     user = SimulatedUser(Model(OSError("no line"), "back"), name="m", cache=tmp_path / "kept.jsonl")
     with pytest.raises(OSError, match="no line"):

@@ -47,6 +47,14 @@ class Policy(Protocol):
         """Plays every case once; all of `cases` are asked for one message, or none is."""
 
 
+class TrialUser(Protocol):
+    """A simulated user of several trials."""
+
+    def of_trial(self, seed: int) -> User:
+        """The user of the trial with that seed, who owes nothing to what was said in another."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Local:
     """A policy in this process; with `rehearsal` it rehearses every case before it plays it."""
@@ -57,7 +65,7 @@ class Local:
     limits: Limits
     temperature: float = 0.6
     top_p: float = 0.95
-    user: User | None = None
+    user: TrialUser | None = None
     rehearsal: Settings | None = None
 
     def play(
@@ -66,41 +74,46 @@ class Local:
         """As `Policy.play`. With rehearsal a few slots full of cases at a time, so that a run that is killed loses
         little: first all of their rehearsals, then all of their conversations."""
         size = len(cases) if self.rehearsal is None else 4 * self.player.sampler.slots
+        user = None if self.user is None else self.user.of_trial(seed)
         for first in range(0, len(cases), max(size, 1)):
-            self._play_some(cases[first : first + size], seed, steps, reward, on_end, progress)
+            self._play_some(cases[first : first + size], seed, steps, reward, on_end, progress, user)
 
     def _play_some(
-        self, cases: Sequence[Case], seed: int, steps: int, reward: Reward | None, on_end: OnEnd, progress: Progress
-    ) -> None:
+        self, cases: Sequence[Case], seed: int, steps: int, reward: Reward | None, on_end: OnEnd, progress: Progress,
+        user: User | None,
+    ) -> None:  # fmt: skip
         one_message = bool(cases) and cases[0].one_message
         tasks = [case.task for case in cases]
         notes: list[Json] = [None] * len(cases)
         if self.rehearsal is not None:
-            tasks, notes = self._rehearsed(tasks, seed, progress)
+            tasks, notes = self._rehearsed(tasks, seed, progress, user)
         responder = Unexecuted() if one_message else Real(benign_environment)
         limits = dataclasses.replace(
             self.limits, assistant_turns=1 if one_message else steps, generations=max(steps, self.limits.generations)
         )
 
         def ended(number: int, trajectory: Trajectory) -> None:
-            on_end(cases[number], trajectory, final_state(responder, number, cases[number].task), notes[number])
+            state = final_state(responder, number, cases[number].task, trajectory)
+            on_end(cases[number], trajectory, state, notes[number])
 
         try:
             rollout(
                 self.player.sampler, self.player.params, tasks, attempts=1, responder=responder,
                 reward=Unjudged() if reward is None else reward, prompts=self.prompts, limits=limits, seed=seed,
                 step=SUCCESS_STREAM, temperature=self.temperature, top_p=self.top_p if self.temperature else 1.0,
-                user=self.user, progress=progress, on_end=ended,
+                user=user, progress=progress, on_end=ended,
             )  # fmt: skip
         finally:
             responder.close()
 
-    def _rehearsed(self, tasks: Sequence[Task], seed: int, progress: Progress) -> tuple[list[Task], list[Json]]:
+    def _rehearsed(
+        self, tasks: Sequence[Task], seed: int, progress: Progress, user: User | None
+    ) -> tuple[list[Task], list[Json]]:
         """The tasks with what the policy remembers of rehearsing them, and what is to be told of that.
 
         A task whose user could not be had is left as it is: it will meet the same fault where that masks it alone.
         """
-        played: list[Task] = self._begun(tasks)
+        played: list[Task] = _begun(tasks, user)
         told: list[Json] = [None] * len(tasks)
         places = [place for place, task in enumerate(played) if not task.user_turns or task.user_turns[0]]
         assert self.rehearsal is not None
@@ -114,27 +127,30 @@ class Local:
             told[place] = {"memory": found.text, **counts}
         return played, told
 
-    def _begun(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks with their first user messages, which a simulated user may have to say: what is not known yet
-        cannot be rehearsed."""
-        begun = list(tasks)
-        asked = {
-            place: self.user.answer(task, task.messages)
-            for place, task in enumerate(tasks)
-            if self.user is not None and task.scenario and not task.user_turns[0]
-        }
-        for place, future in asked.items():
-            try:
-                begun[place] = dataclasses.replace(begun[place], user_turns=(future.result() or "",))
-            except Exception:  # of whatever the user is
-                continue
-        return begun
+
+def _begun(tasks: Sequence[Task], user: User | None) -> list[Task]:
+    """The tasks with their first user messages, which a simulated user may have to say: what is not known yet cannot
+    be rehearsed."""
+    begun = list(tasks)
+    asked = {
+        place: user.answer(task, task.messages)
+        for place, task in enumerate(tasks)
+        if user is not None and task.scenario and not task.user_turns[0]
+    }
+    for place, future in asked.items():
+        try:
+            begun[place] = dataclasses.replace(begun[place], user_turns=(future.result() or "",))
+        except Exception:  # of whatever the user is
+            continue
+    return begun
 
 
-def final_state(responder: Any, number: int, task: Task) -> Json:
-    """The state of a trajectory's environment, where it is one in this process."""
+def final_state(responder: Any, number: int, task: Task, trajectory: Trajectory) -> Json:
+    """The state of a trajectory's environment, where it is one in this process and nothing failed: an environment that
+    did not open, or could not say its state, has masked the trajectory."""
     if (
-        task.environment is None
+        trajectory.status != "ok"
+        or task.environment is None
         or load_process(task.environment["name"]) is not None
         or isinstance(responder, Unexecuted)
     ):
@@ -279,6 +295,9 @@ class Curt:
     def answer(self, task: Task, messages: MessageList) -> Future[str | None]:
         spoken = any(message["role"] == "user" for message in messages[len(task.messages) :])
         return _done(None if spoken else "Please help me.")
+
+    def of_trial(self, seed: int) -> Curt:
+        return self
 
 
 def _done(value: Any) -> Future[Any]:
