@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -129,8 +130,12 @@ def cell_of(row: Row, benchmark: str, paths: Mapping[str, str], hub: bool, out: 
 
 
 def started(command: Sequence[str]) -> str:
-    """Runs an evaluation in a process of its own, so that its memory is free afterwards; why it failed, or ""."""
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    """Runs an evaluation in a process of its own, so that its memory is free afterwards; why it failed, or "".
+
+    It works where this program was started, so that paths mean the same to both.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
     if not done.returncode:
         return ""
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")] or done.stderr.splitlines()[-1:]
@@ -152,6 +157,8 @@ def figure(benchmark: str, results: Mapping[str, Any]) -> Cell:
         leaves = sorted({name for name in lacking if name not in own["groups"]})
         return Cell(overall["partial"], "; ".join(filter(None, [note, f"without {', '.join(leaves)}"])))
     if benchmark == "finmcp":
+        if "all" not in own["tool_f1"]:
+            return Cell(None, "; ".join(filter(None, [note, "every sample has a masked message"])))
         return Cell(own["tool_f1"]["all"]["f1"], note)
     scores = {name: found["score"] for name, found in own["categories"].items()}
     found = _mean(scores, ("airline", "retail"))

@@ -12,10 +12,11 @@ import pytest
 import scripted
 
 from envace_jax import benchmarks
-from envace_jax.benchmarks import Case, Options, Outcome, policies, remote, runner, scores
+from envace_jax.benchmarks import Case, Options, Outcome, policies, remote, runner, scores, table
 from envace_jax.benchmarks.scores import Attempt
 from envace_jax.config import UserError
 from envace_jax.endpoint import Endpoint, EndpointSettings
+from envace_jax.rehearsal import Memory, Settings
 from envace_jax.types import ToolCall
 
 CHAT = scripted.tiny_chat()
@@ -222,6 +223,34 @@ def test_what_comes_after_a_failed_case_is_masked_and_nothing_else(tmp_path):
     assert "c2" not in heard and records(tmp_path)[2]["reason"] == runner.BEFORE_FAILED
 
 
+def test_a_task_that_cannot_begin_is_masked_alone(tmp_path):
+    def begin(case, carried):
+        future: Future = Future()
+        if case.case_id == "c1":
+            future.set_exception(TimeoutError("gone"))
+        else:
+            future.set_result(case.task)
+        return future
+
+    attempts = measured(tmp_path, bank.module(begin=begin))
+    assert [attempt.masked for attempt in attempts] == [False, True, False, False, False, False]
+    assert records(tmp_path)[1]["reason"] == "fault: TimeoutError: gone"
+
+
+def test_it_is_said_how_conversations_ended_that_others_rest_on(tmp_path):
+    given = chain()
+    calling = (ToolCall("nowhere", {}),)
+    module, heard = chained()
+    attempts = measured(tmp_path, module, given, lambda case: [calling] if case.case_id == "c1" else ["done"])
+    store = runner.Store(tmp_path / "t.jsonl")
+    found = runner.figures(module, attempts, store, 1)
+    store.close()
+    assert heard["c2"] == "c0c1"  # it counts, as far as it came
+    assert found["unscored_ended"] == {"done": 2, "tool_error": 1} and found["ended"] == {"done": 1}
+    told = "\n".join(table.lines({"benchmark": "x", "results": found}))
+    assert "conversations that questions rest on ended: done 2, tool_error 1" in told
+
+
 # --- rehearsal ---
 
 
@@ -262,6 +291,21 @@ def test_with_rehearsal_tasks_are_rehearsed_first_and_played_with_the_memory(tmp
     assert shown and all("remembered" in prompt for prompt in shown)
     told = {"memory": "about bank0", "prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 1}
     assert records(tmp_path)[0]["rehearsed"] == told
+
+
+def test_rehearsals_that_left_no_memory_are_counted(tmp_path, monkeypatch):
+    def rehearse(player, tasks, settings, **_):
+        return [Memory("" if task.task_id in ("bank1", "bank4") else "look first") for task in tasks]
+
+    monkeypatch.setattr(policies, "rehearse", rehearse)
+    policy = policies.scripted("x", bank.suite().cases, bank.gold, CHAT)[0]
+    policy = policies.dataclasses.replace(policy, rehearsal=Settings())
+    attempts = measured(tmp_path, policy=policy)
+    store = runner.Store(tmp_path / "t.jsonl")
+    found = runner.figures(bank.module(), attempts, store, 1)
+    store.close()
+    assert found["empty_memories"] == 2 and all(attempt.score == 1.0 for attempt in attempts)
+    assert "2 rehearsals left no memory" in "\n".join(table.lines({"benchmark": "x", "results": found}))
 
 
 def test_a_user_speaks_first_before_anything_is_rehearsed(tmp_path, rehearsals):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import types
 
 import benchmark_helpers as bank
 import pytest
@@ -84,6 +85,25 @@ def test_missing_groups_are_missing_not_0():
         "agentic",
     ]
     assert groups["overall"]["partial"] == pytest.approx((30 * 100 + 10 * 50) / 40)
+
+
+def test_a_memory_holds_what_was_executed_and_no_more(monkeypatch):
+    """A conversation may end by a message whose calls nobody executed: one that was cut, or had too many calls."""
+    asked = []
+    monkeypatch.setattr(bfcl.bfcl, "_pool", lambda: types.SimpleNamespace(ask=asked.append))
+    task = scripted.task(environment={"name": "bfcl", "state": {}})
+
+    def calling(*values):
+        calls = [{"function": {"name": "add", "arguments": {"value": value}}} for value in values]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    user, result = {"role": "user", "content": "hi"}, {"role": "tool", "content": "{}"}
+    talk = [*task.messages, user, calling(1, 2), result, result, calling(3), result]
+    for end in ([calling(4, 5)], [{"role": "assistant", "content": "<tool_call>"}], []):
+        bfcl.bfcl.memory(task, [*talk, *end])
+        assert asked[-1]["turns"] == [[[["add", {"value": 1}], ["add", {"value": 2}]], [["add", {"value": 3}]]]]
+    bfcl.bfcl.memory(task, [*task.messages, user, calling(4)])
+    assert asked[-1]["turns"] == []
 
 
 # --- with the packages ---

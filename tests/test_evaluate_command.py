@@ -14,6 +14,7 @@ from test_finmcp import MANY, ONE, TOOLS
 
 from envace_jax import benchmarks
 from envace_jax.benchmarks import command, loading, table
+from envace_jax.benchmarks.flags import read_flags
 from envace_jax.config import ConfigError, RunConfig
 
 SIZES = ["--context=400", "--response=12", "--config.sampler.slots=4", "--config.sampler.prefill_rows=(4,)"]
@@ -68,13 +69,26 @@ def test_a_script_goes_the_whole_way_and_a_second_start_adds_nothing(data, tmp_p
 
 
 def test_a_folder_of_another_run_is_refused(data, tmp_path, capsys):
-    flags = ["--benchmark=finmcp", f"--data={data}", "--policy=gold", f"--out={tmp_path / 'out'}"]
+    user = ["--config.user.urls=http://h:1/v1", "--config.user.model=big"]
+    flags = ["--benchmark=finmcp", f"--data={data}", "--policy=gold", f"--out={tmp_path / 'out'}", *user]
     assert run(*flags) == 0
     before = results(tmp_path / "out")
-    for other in (["--seed=1"], ["--policy=noop"], ["--subset=first:1"]):
+    others = ["--seed=1"], ["--policy=noop"], ["--subset=first:1"], ["--config.user.model=small"]
+    for other in (*others, ["--config.user.temperature=0.5"]):
         assert run(*flags, *other) == 2
         assert "holds a run that differs" in capsys.readouterr().err
     assert results(tmp_path / "out") == before
+    assert run(*flags, "--config.user.urls=http://g:1/v1", "--config.user.timeout_s=5") == 0  # the same user
+    data.write_text(data.read_text().replace("price?", "prices?"))
+    assert run(*flags) == 2
+    assert "holds a run that differs: tasks: " in capsys.readouterr().err
+
+
+def test_with_a_config_file_earlier_messages_stand_as_such_a_policy_sampled_them(tmp_path):
+    for config, as_sampled in ([[f"--config={REPOSITORY / 'configs' / 'tiny.py'}"], True], [SIZES, False]):
+        chosen = read_flags(["evaluate", "--benchmark=tiny", "--model=asset:tiny_base", f"--out={tmp_path}", *config])
+        with loading.local(chosen) as (policy, _):
+            assert policy.prompts.as_sampled is policy.about["prompts"]["as_sampled"] is as_sampled
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,19 @@ def test_names_are_multisets_over_a_sample_and_sums_over_samples():
     assert found["single_tool"]["samples"] == 1  # a sample with a masked message is left out whole
 
 
+def test_trials_of_a_sample_make_no_interval_narrower():
+    def attempts(trials):
+        return [
+            Attempt(f"s{n}/0", "single_tool", trial, 0.0, False, {"called": ["a"], "wanted": ["ab"[n % 3 == 0]]})
+            for n in range(12)
+            for trial in range(trials)
+        ]
+
+    one, three = (finmcp.summary(attempts(trials))["tool_f1"]["all"] for trials in (1, 3))
+    assert one["interval"] == three["interval"] and one["interval"][0] < one["f1"] == three["f1"] < one["interval"][1]
+    assert (one["samples"], three["samples"], three["called"]) == (12, 12, 36)
+
+
 def test_every_assistant_message_is_asked_for_from_the_recorded_history(data, tmp_path):
     attempts, f1, lines = play(data, tmp_path, policies.garbage)
     assert [attempt.case_id for attempt in attempts] == ["a/0", "a/1", "5/0", "5/1", "5/2"]

@@ -45,6 +45,8 @@ def test_a_figure_says_what_it_leaves_out():
     del tau2["results"]["categories"]["airline"], tau2["results"]["categories"]["retail"]
     assert figure("tau2", tau2) == Cell(None, "without airline, retail")
     assert figure("finmcp", {"subset": {"name": "all"}, "results": {"tool_f1": {"all": {"f1": 46.0}}}}) == Cell(46.0)
+    masked = figure("finmcp", {"subset": {"name": "small"}, "results": {"tool_f1": {}}})
+    assert masked == Cell(None, "subset small; every sample has a masked message")
 
 
 def test_the_table_is_filled_and_says_why_it_is_not(tmp_path, monkeypatch, capsys):
@@ -88,3 +90,11 @@ def test_a_failed_evaluation_gives_its_own_line(tmp_path):
     assert main_results.started([main_results.sys.executable, "-c", said]) == "model.path: no such folder"
     assert main_results.started([main_results.sys.executable, "-c", "raise KeyError('x')"]) == "KeyError: 'x'"
     assert main_results.started([main_results.sys.executable, "-c", ""]) == ""
+
+
+def test_an_evaluation_works_where_it_was_asked_for(tmp_path, monkeypatch):
+    """So that --out, --data and checkpoints mean the same files to both programs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    said = "import os, sys, envace_jax; print('error: ' + os.getcwd(), file=sys.stderr); sys.exit(2)"
+    assert main_results.started([main_results.sys.executable, "-c", said]) == str(tmp_path)

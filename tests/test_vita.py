@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from envace_jax.benchmarks import Options, vita
+from envace_jax.benchmarks import Options, command, vita
 from envace_jax.config import UserError
 
 DUMPLINGS = {
@@ -80,6 +80,28 @@ def test_a_checkouts_program_is_run_and_its_results_are_read(checkout, tmp_path)
     assert addresses == {"m": "http://127.0.0.1:8000/v1/chat/completions", "big": "http://u:1/v1/chat/completions"}
 
 
+def test_how_the_policy_is_to_sample_goes_with_every_request_to_it_alone(checkout, tmp_path, capsys):
+    (checkout / "src" / "vita" / "results.json").write_text(json.dumps(results(("a", [TEA], [TEA], [1.0]))))
+    flags = [
+        "--benchmark=vita", f"--vita_path={checkout}", "--server=http://h:1/v1", "--model=m", "--categories=delivery",
+        "--config.user.urls=http://u:1/v1", "--config.user.model=big", f"--out={tmp_path / 'out'}",
+    ]  # fmt: skip
+    given = ["--temperature=0.3", "--top_p=0.5", "--response=77", "--rehearsal=parallel:2"]
+    assert command.run(["evaluate", *flags, *given]) == 0
+    _, models = json.loads((checkout / "src" / "vita" / "asked.json").read_text())
+    own, user = models["models"]
+    rehearsal = {"mode": "parallel", "n": 2}
+    asked = {"temperature": 0.3, "top_p": 0.5, "max_tokens": 77, "rehearsal": rehearsal}
+    assert own == {"name": "m", "base_url": "http://h:1/v1/chat/completions", **asked}
+    assert user == {"name": "big", "base_url": "http://u:1/v1/chat/completions", "max_tokens": 8000}
+    held = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert held["policy"]["rehearsal"] == rehearsal and held["trials"] == 1
+    for other in (["--temperature=0.4"], ["--seed=3"], ["--config.user.model=small"], ["--categories=instore"]):
+        assert command.run(["evaluate", *flags, *given, *other]) == 2
+        assert "holds a run that differs" in capsys.readouterr().err
+    assert command.run(["evaluate", *flags, *given, "--trials=2", "--config.user.urls=http://v:1/v1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("final", "required", "same"),
     [
@@ -110,6 +132,7 @@ def test_what_is_missing_is_said_plainly(checkout, tmp_path):
         ({"vita_path": ""}, "VitaBench has no package: clone .*--vita_path=FOLDER"),
         ({"vita_path": str(tmp_path)}, "no checkout of VitaBench, which has src/vita/"),
         ({"server": ""}, "start `python -m envace_jax.serve"), ({"user_url": ""}, "its user and its judge are"),
+        ({"user_model": "m"}, "tells its models apart by their names"),
         ({"categories": ("trains",)}, "there is no 'trains'; there are"), ({"subset": "x"}, "an id on each line"),
         ({"categories": ("ota",)}, "ended with exit status 1: no model answers"), ({}, "no results of VitaBench"),
     ]:  # fmt: skip

@@ -9,7 +9,8 @@ Most are suites of conversations, which every policy plays through the same `rol
     summary(attempts) -> dict                 figures of several categories, as the benchmark defines them
 
 and may have `begin(case, carried) -> Future[Task]`, for cases that begin with what another one left. A benchmark whose
-own program plays the conversations has `CATEGORIES` and `run(options) -> dict` instead.
+own program plays the conversations has `CATEGORIES`, `about(options) -> dict`, all that a continued run must have in
+common with the one before, and `run(options) -> dict` instead.
 
 Nothing here knows how a model is loaded or asked.
 """
@@ -44,6 +45,7 @@ class Options:
     vita_path: str = ""  # a checkout of the user's own
     server: str = ""  # address of the policy, where it is asked by one
     model: str = ""  # its name there
+    request: Mapping[str, Json] = dataclasses.field(default_factory=dict)  # how it is to sample: temperature, ...
     user_url: str = ""
     user_model: str = ""
     out: Path = Path()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from envace_jax import benchmarks, main
+from envace_jax import benchmarks, fingerprint, main
 from envace_jax import config as configuration
 from envace_jax.benchmarks import Options, Suite, loading, policies, runner, table
 from envace_jax.benchmarks.flags import Flags, read_flags
@@ -55,13 +55,19 @@ def evaluate(chosen: Flags, command: str) -> dict[str, Any]:
     module = benchmarks.load(chosen.benchmark)
     options = _options(chosen)
     if not benchmarks.is_suite(module):
+        _check_same(chosen.out, module.about(options) | _settings(chosen))
         results = {"benchmark": chosen.benchmark, "command": command, **module.run(options)}
         write_json_atomic(chosen.out / RESULTS, results)
         return results
     suite: Suite = module.read(options)
     print(f"{chosen.benchmark}: {suite.package}; {sum(case.scored for case in suite.cases)} cases", flush=True)
     with _policy(chosen, module, suite) as (policy, chat, played):
-        settings = {"policy": dict(policy.about), "package": suite.package, **_settings(chosen, played)}
+        settings = {
+            "policy": dict(policy.about),
+            "package": suite.package,
+            **_settings(chosen),
+            **_cases(chosen, played),
+        }
         _check_same(chosen.out, settings)
         results = {
             "benchmark": chosen.benchmark, "command": command, **settings,
@@ -129,16 +135,28 @@ def _options(chosen: Flags) -> Options:
         categories=chosen.categories, subset=chosen.subset, seed=chosen.seed,
         with_user=bool(user.urls) or bool(chosen.policy), data=chosen.data, vita_path=chosen.vita_path,
         server=chosen.server, model=chosen.model,
+        request={"temperature": chosen.temperature, "top_p": chosen.top_p, **loading.request_of(chosen)},
         user_url=user.urls[0] if user.urls else "", user_model=user.model, out=chosen.out, trials=chosen.trials,
     )  # fmt: skip
 
 
-def _settings(chosen: Flags, suite: Suite) -> dict[str, Any]:
-    """Everything that a continued run must have in common with the one before, as JSON values."""
+def _settings(chosen: Flags) -> dict[str, Any]:
+    """What a continued run must have in common with the one before, as JSON values: beside the policy and the cases the
+    user, but not at which address that is."""
+    user = dataclasses.asdict(chosen.config.user)
+    free = configuration.FREE_OF_ENDPOINT
+    return {
+        "trials": chosen.trials, "seed": chosen.seed,
+        "user": {name: value for name, value in user.items() if name not in free},
+    }  # fmt: skip
+
+
+def _cases(chosen: Flags, suite: Suite) -> dict[str, Any]:
+    """The same of the cases: their ids, and a hash of all that is in their tasks."""
     return {
         "subset": {"name": chosen.subset, "ids": [case.case_id for case in suite.cases if case.scored]},
-        "trials": chosen.trials, "seed": chosen.seed,
-    }  # fmt: skip
+        "tasks": fingerprint.of_tasks([case.task for case in suite.cases]),
+    }
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:

@@ -175,12 +175,15 @@ def tool_f1(hits: int, called: int, wanted: int) -> dict[str, float]:
 
 
 def summary(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """Micro tool F1 of every type of sample and of all, with a bootstrap interval over samples. Trials are samples of
-    their own. A sample with a masked message is left out whole."""
+    """Micro tool F1 of every type of sample and of all, with a bootstrap interval over samples, each with all of its
+    trials. A trial of a sample with a masked message is left out whole."""
     found = {}
     for name in (*dict.fromkeys(attempt.category for attempt in attempts), "all"):
+        by_sample: dict[str, np.ndarray] = {}
         own = [attempt for attempt in attempts if name in ("all", attempt.category)]
-        counts = np.array([tool_counts(*names) for names in _samples(own).values()], np.int64).reshape(-1, 3)
+        for (sample, _), names in _samples(own).items():
+            by_sample[sample] = by_sample.get(sample, 0) + np.array(tool_counts(*names), np.int64)
+        counts = np.array(list(by_sample.values()), np.int64).reshape(-1, 3)
         if len(counts):
             hits, called, wanted = counts.sum(axis=0).tolist()
             ends = bootstrap(counts, lambda sums: tool_f1(*sums.tolist())["f1"])

@@ -45,15 +45,16 @@ def local(chosen: Flags) -> Iterator[tuple[Local, Chat]]:
     model, params = hf.load(folder, mesh, config.model.param_dtype)
     policy = parts.make_policy(config, model, mesh)
     player = Player(parts.make_sampler(config, policy, chat, mesh), policy.for_decoding(params))
+    # With a config file the model is taken for a policy that such a run has trained, as when it is served.
+    prompts = dataclasses.replace(parts.make_prompts(config, chat), as_sampled=chosen.own_config)
     limits = parts.make_limits(config)
     about = {
         "model": chosen.model, "weights": fingerprint.of_model(folder), "rehearsal": as_json(rehearsing),
-        "temperature": chosen.temperature, "top_p": chosen.top_p,
-        "thinking": config.prompts.thinking, "style": config.prompts.style,
-        "limits": dataclasses.asdict(limits), "user": config.user.model, "compute_dtype": config.model.compute_dtype,
+        "temperature": chosen.temperature, "top_p": chosen.top_p, "spelled_tags": chosen.spelled_tags,
+        "prompts": dataclasses.asdict(config.prompts) | {"as_sampled": prompts.as_sampled},
+        "limits": dataclasses.asdict(limits), "compute_dtype": config.model.compute_dtype,
     }  # fmt: skip
     with _user(config, chosen.out) as user:
-        prompts = parts.make_prompts(config, chat)
         yield Local(about, player, prompts, limits, chosen.temperature, chosen.top_p, user, rehearsing), chat
 
 
@@ -92,23 +93,29 @@ def sized(config: RunConfig, positions: int, context: int, response: int) -> Run
 @contextlib.contextmanager
 def remote(chosen: Flags) -> Iterator[tuple[Remote, Chat]]:
     """A model behind an address."""
-    rehearsing = _rehearsal(chosen.rehearsal)
-    request: dict[str, Any] = {"max_tokens": chosen.response or RESPONSE}
-    if rehearsing is not None:
-        request["rehearsal"] = {"mode": rehearsing.mode, "n": rehearsing.n}
+    request = request_of(chosen)
+    limits = parts.make_limits(chosen.config)
     about = {
         "model": chosen.model, "server": "asked by its address", "rehearsal": request.get("rehearsal"),
         "temperature": chosen.temperature, "top_p": chosen.top_p, "max_tokens": request["max_tokens"],
-        "user": chosen.config.user.model,
+        "limits": {name: getattr(limits, name) for name in ("user_turns", "parallel_calls")},
     }  # fmt: skip
     if not chosen.server.startswith(("http://", "https://")):
         raise UserError(f"--server={chosen.server}: expected an address such as http://host:8000/v1")
     endpoint = Endpoint(EndpointSettings((chosen.server,), chosen.model, timeout_s=600.0))
     try:
         with _user(chosen.config, chosen.out) as user:
-            yield Remote(about, endpoint, chosen.temperature, chosen.top_p, user, request), chat_of(TOKENIZER)
+            policy = Remote(about, endpoint, chosen.temperature, chosen.top_p, user, request, limits)
+            yield policy, chat_of(TOKENIZER)
     finally:
         endpoint.close()
+
+
+def request_of(chosen: Flags) -> dict[str, Any]:
+    """What a server is asked beside messages and sampling."""
+    rehearsing = _rehearsal(chosen.rehearsal)
+    rehearsal = {} if rehearsing is None else {"rehearsal": {"mode": rehearsing.mode, "n": rehearsing.n}}
+    return {"max_tokens": chosen.response or RESPONSE, **rehearsal}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ outside had failed. An attempt draws the same random numbers in either case. Kno
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -52,7 +53,14 @@ class Store:
     def _keep(self, record: Mapping[str, Any]) -> None:
         """What is needed later of an attempt; a later line counts instead of an earlier one."""
         kept = ("case", "category", "trial", "scored", "status", "reason", "score", "detail", "carried", "tokens")
-        self._records[record["case"], record["trial"]] = {name: record.get(name) for name in kept}
+        memory = (record.get("rehearsed") or {}).get("memory")
+        self._records[record["case"], record["trial"]] = {
+            **{name: record.get(name) for name in kept}, "empty_memory": memory == "",
+        }  # fmt: skip
+
+    def unscored(self, trials: int) -> list[Mapping[str, Any]]:
+        """What was played for what it leaves to others."""
+        return [record for record in self._records.values() if not record["scored"] and record["trial"] < trials]
 
     def get(self, case_id: str, trial: int) -> Mapping[str, Any] | None:
         return self._records.get((case_id, trial))
@@ -104,7 +112,7 @@ def _play(
 ) -> None:
     """Plays cases that wait for nothing, and waits for what the benchmark says of them."""
     written: list[Future[None]] = []
-    begun = _begun(module, store, cases, trial)
+    begun = _begun(module, store, cases, trial, seed)
 
     def on_end(case: Case, trajectory: Trajectory, state: Json, rehearsed: Json) -> None:
         written.append(_settled(module, store, case, trial, seed, trajectory, state, rehearsed))
@@ -126,13 +134,24 @@ def _beginning(case: Case) -> str:
     return json.dumps([system, case.task.tools], ensure_ascii=False)
 
 
-def _begun(module: types.ModuleType, store: Store, cases: Sequence[Case], trial: int) -> list[Case]:
-    """The cases with the tasks that are played, which may depend on what other cases have left."""
+def _begun(module: types.ModuleType, store: Store, cases: Sequence[Case], trial: int, seed: int) -> list[Case]:
+    """The cases with the tasks that are played, which may depend on what other cases have left. One whose task cannot
+    be had is written down as failed."""
     if not hasattr(module, "begin"):
         return list(cases)
     left = [(store.get(case.after, trial) or {}).get("carried") if case.after else None for case in cases]
     asked: list[Future[Task]] = [module.begin(case, carried) for case, carried in zip(cases, left, strict=True)]
-    return [dataclasses.replace(case, task=future.result()) for case, future in zip(cases, asked, strict=True)]
+    begun = []
+    for case, future in zip(cases, asked, strict=True):
+        try:
+            begun.append(dataclasses.replace(case, task=future.result()))
+        except Exception as error:  # whatever failed outside masks this attempt and no other
+            store.add(_record(case, trial, seed, status="failed", reason=_fault(error)))
+    return begun
+
+
+def _fault(error: BaseException) -> str:
+    return " ".join(f"fault: {type(error).__name__}: {error}".split())[:300]
 
 
 def _settled(
@@ -161,7 +180,7 @@ def _settled(
         try:
             found = asked.result()
         except BaseException as error:
-            write(status="failed", reason=" ".join(f"fault: {type(error).__name__}: {error}".split())[:300])
+            write(status="failed", reason=_fault(error))
         else:
             told = {"score": found.score, "detail": found.detail, "carried": found.carried}
             write(status="ok", reason=trajectory.reason, **told)
@@ -172,7 +191,7 @@ def _settled(
         try:
             module.outcome(case, trajectory, state).add_done_callback(settle)
         except Exception as error:
-            write(status="failed", reason=" ".join(f"fault: {type(error).__name__}: {error}".split())[:300])
+            write(status="failed", reason=_fault(error))
     return done
 
 
@@ -200,14 +219,17 @@ def figures(module: types.ModuleType, played: Sequence[Attempt], store: Store, t
     for attempt in played:
         by_category.setdefault(attempt.category, []).append(attempt)
     records = [store.get(attempt.case_id, attempt.trial) or {} for attempt in played]
-    reasons: dict[str, int] = {}
-    for record in records:
-        reason = str(record.get("reason")).split(":")[0]
-        reasons[reason] = reasons.get(reason, 0) + 1
     return {
         "categories": {name: category_figures(own, trials) for name, own in by_category.items()},
         **module.summary(played),
-        "ended": dict(sorted(reasons.items())),
+        "ended": _reasons(records),
+        "unscored_ended": _reasons(store.unscored(trials)),
         "masked": sum(attempt.masked for attempt in played),
+        "empty_memories": sum(bool(record.get("empty_memory")) for record in records),
         "sampled_tokens": sum(record.get("tokens") or 0 for record in records),
     }
+
+
+def _reasons(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How often conversations ended why; a fault's message is left out."""
+    return dict(sorted(collections.Counter(str(record.get("reason")).split(":")[0] for record in records).items()))

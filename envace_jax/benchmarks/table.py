@@ -32,7 +32,12 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:28s}missing: {reason}"
     if own["masked"]:
         yield f"{own['masked']} attempts are masked: something outside failed; the same command tries them again"
+    if own.get("empty_memories"):
+        yield f"{own['empty_memories']} rehearsals left no memory"
     yield "ended: " + ", ".join(f"{reason} {count}" for reason, count in own["ended"].items())
+    if own.get("unscored_ended"):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in own["unscored_ended"].items())
+        yield f"conversations that questions rest on ended: {reasons}"
 
 
 def _groups(groups: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:

@@ -38,13 +38,27 @@ PRODUCT_FIELDS = ("product_id", "room_id", "ticket_id", "seat_id", "quantity", "
 ORDERS = ("new_orders", "orders")  # what a simulation's final state may call them
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Plays the domains asked for and reads what came of it. Says plainly what is missing."""
+def about(options: Options) -> dict[str, Any]:
+    """What a continued run must have in common with the one before. Says plainly what is missing."""
     checkout = _checkout(options)
     for name in options.categories:
         if name not in CATEGORIES:
             raise UserError(f"--categories: there is no {name!r}; there are: {', '.join(CATEGORIES)}")
-    domains = options.categories or CATEGORIES[:3]
+    return {
+        "policy": {"model": options.model, "server": "asked by its address", **options.request},
+        "package": f"vitabench {revision(checkout)}",
+        "subset": {"name": options.subset, "tasks": _tasks(options), "domains": list(_domains(options))},
+    }
+
+
+def _domains(options: Options) -> tuple[str, ...]:
+    return options.categories or CATEGORIES[:3]
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Plays the domains asked for and reads what came of it."""
+    known = about(options)
+    checkout, domains = _checkout(options), _domains(options)
     attempts: dict[str, list[Attempt]] = {"judged": [], "proxy": []}
     for domain in domains:
         file = (options.out / f"vita_{domain.replace(',', '-')}.json").absolute()
@@ -60,8 +74,7 @@ def run(options: Options) -> dict[str, Any]:
         for kind, own in attempts.items()
     }
     shown = {f"{kind} {domain}": row["score"] for kind, rows in by_kind.items() for domain, row in rows.items()}
-    about = {"package": f"vitabench {revision(checkout)}", "trials": options.trials, "seed": options.seed}
-    return {**about, **by_kind, "figures": shown}
+    return {**known, "trials": options.trials, "seed": options.seed, **by_kind, "figures": shown}
 
 
 def _checkout(options: Options) -> Path:
@@ -80,6 +93,11 @@ def _checkout(options: Options) -> Path:
         raise UserError(
             "vita: its user and its judge are a language model: give one by --config.user.urls=http://HOST:PORT/v1 "
             "--config.user.model=NAME"
+        )
+    if options.model == options.user_model:
+        raise UserError(
+            f"vita: VitaBench tells its models apart by their names, and --model and --config.user.model are both "
+            f"{options.model!r}: serve one of them by another name (`python -m envace_jax.serve --name=NAME`)"
         )
     return checkout.absolute()
 
@@ -117,15 +135,19 @@ def _tasks(options: Options) -> list[str]:
 
 
 def model_file(options: Options) -> dict[str, Json]:
-    """VitaBench's list of models: it wants the whole address of chat completions."""
+    """VitaBench's list of models: it wants the whole address of chat completions, and sends what else stands beside a
+    model's name along with every request to it."""
 
-    def model(name: str, url: str) -> dict[str, Json]:
-        return {"name": name, "base_url": url.rstrip("/") + "/chat/completions", "max_tokens": 8000}
+    def model(name: str, url: str, **fields: Json) -> dict[str, Json]:
+        return {"name": name, "base_url": url.rstrip("/") + "/chat/completions", "max_tokens": 8000, **fields}
 
     headers = {"Content-Type": "application/json"}
     return {
         "default": {"headers": headers, "temperature": 0.0},
-        "models": [model(options.model, options.server), model(options.user_model, options.user_url)],
+        "models": [
+            model(options.model, options.server, **options.request),
+            model(options.user_model, options.user_url),
+        ],
     }
 
 

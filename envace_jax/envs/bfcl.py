@@ -93,9 +93,10 @@ def verdict(task: Task, messages: MessageList) -> Future[Json]:
 
 def memory(task: Task, messages: MessageList = ()) -> Future[Json]:
     """What the memory of a task of memory_kv holds after a conversation, {"state", "text"}: for the next conversation
-    to begin with (`with_memory`), and the system message that tells of it."""
+    to begin with (`with_memory`), and the system message that tells of it. Calls without results were not executed."""
     assert task.environment is not None
-    turns = turns_of(messages[len(task.messages) :])
+    results = [place for place, message in enumerate(messages) if message["role"] == "tool"]
+    turns = turns_of(messages[len(task.messages) : results[-1] + 1] if results else ())
     return _pool().ask({"do": "memory", "entry": task.environment["state"], "turns": turns})
 
 
