@@ -119,8 +119,38 @@ BFCL_GOLD = """
     print(json.dumps(gold))
 """
 BFCL_PLAY = """
-    # The unmodified handler plays the same entries; BFCL's own checkers say what is right.
-    import json, sys
+    # The unmodified handler plays the same entries; BFCL's own checkers say what is right. Its module of models imports
+    # the handlers of all vendors; where their packages are not installed, names without meaning stand in for them.
+    import importlib.abc, importlib.util, json, sys, types
+
+    VENDORS = {
+        "anthropic", "boto3", "cohere", "datamodel_code_generator", "google", "httpx", "mistralai", "qwen_agent",
+        "requests", "writerai",
+    }
+
+    def stand_in(name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (Exception,), {})
+
+    class Anything(type):
+        def __getattr__(cls, name):
+            return stand_in(name)
+
+    class Vendors(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name, path=None, target=None):
+            found = name.partition(".")[0] in VENDORS
+            return importlib.util.spec_from_loader(name, self, is_package=True) if found else None
+
+        def create_module(self, spec):
+            module = types.ModuleType(spec.name)
+            module.__getattr__ = stand_in
+            return module
+
+        def exec_module(self, module):
+            pass
+
+    sys.meta_path.append(Vendors())  # the last: what is installed is used
     from bfcl_eval.constants.enums import Language
     from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
@@ -290,6 +320,8 @@ def test_schemathesis_finds_nothing(tmp_path):
         "--seed",
         "1",
         "--no-color",
+        "--warnings",  # that many models are not there
+        "off",
     ]
     with scripted(lambda prompt: DONE) as url:
         assert "No issues found" in run([*command, f"{url}/openapi.json"], tmp_path)
