@@ -155,6 +155,16 @@ def test_a_seed_gives_the_same_answer_whatever_was_asked_before(client, script):
     assert script.played == ["noted"] and set(again["usage"]["rehearsal_tokens"].values()) == {0}
 
 
+def test_with_a_seed_a_client_may_ask_to_go_on_with_a_memory(client, script):
+    ask(client, rehearsal={"mode": "parallel", "n": 2}, seed=5)
+    script.played.clear()
+    ask(client, TOLD, rehearsal={"mode": "parallel", "n": 2, "reuse": True}, seed=5)
+    assert script.played == ["noted"]
+    script.played.clear()
+    ask(client, TOLD, rehearsal={"mode": "parallel", "n": 2, "reuse": True}, seed=6)
+    assert "memory" in script.played
+
+
 def test_what_is_kept_can_be_looked_at_and_is_counted(client):
     wanted = {"rehearsal": {"mode": "parallel", "n": 2, "return_transcript": True}}
     first, second = ask(client, **wanted), ask(client, TOLD, **wanted)

@@ -90,7 +90,7 @@ def test_how_the_policy_is_to_sample_goes_with_every_request_to_it_alone(checkou
     assert command.run(["evaluate", *flags, *given]) == 0
     _, models = json.loads((checkout / "src" / "vita" / "asked.json").read_text())
     own, user = models["models"]
-    rehearsal = {"mode": "parallel", "n": 2}
+    rehearsal = {"mode": "parallel", "n": 2, "reuse": True}
     asked = {"temperature": 0.3, "top_p": 0.5, "max_tokens": 77, "rehearsal": rehearsal}
     assert own == {"name": "m", "base_url": "http://h:1/v1/chat/completions", **asked}
     assert user == {"name": "big", "base_url": "http://u:1/v1/chat/completions", "max_tokens": 8000}

@@ -114,7 +114,7 @@ def remote(chosen: Flags) -> Iterator[tuple[Remote, Chat]]:
 def request_of(chosen: Flags) -> dict[str, Any]:
     """What a server is asked beside messages and sampling."""
     rehearsing = _rehearsal(chosen.rehearsal)
-    rehearsal = {} if rehearsing is None else {"rehearsal": {"mode": rehearsing.mode, "n": rehearsing.n}}
+    rehearsal = {} if rehearsing is None else {"rehearsal": {"mode": rehearsing.mode, "n": rehearsing.n, "reuse": True}}
     return {"max_tokens": chosen.response or RESPONSE, **rehearsal}
 
 

@@ -151,7 +151,8 @@ class Rehearsal(Model):
     mode: Literal["none", "parallel", "sequential"] | None = None
     n: Attempts | None = None
     return_transcript: bool = False
-    reuse: bool = True  # the memory of an earlier request of the same user turn
+    # The memory of an earlier request of the same user turn; None: only where the request has no seed.
+    reuse: bool | None = None
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]

@@ -115,10 +115,11 @@ class Rehearsals:
         if settings is None:
             return None
         keys = _keys(asked, settings)
-        reuse = asked.request.rehearsal is None or asked.request.rehearsal.reuse
-        # With a seed only what this very request would make, or the answer would depend on what was asked before it.
-        usable = keys if asked.request.seed is None else keys[:1]
-        found = next((key for key in usable if key in self._kept), None) if reuse else None
+        reuse = None if asked.request.rehearsal is None else asked.request.rehearsal.reuse
+        # Unless it is wanted, with a seed only what this very request would make: or the answer would depend on what
+        # was asked before it.
+        usable = keys if reuse or (reuse is None and asked.request.seed is None) else keys[:1]
+        found = next((key for key in usable if key in self._kept), None) if reuse is not False else None
         given_up = threading.Event()
         try:
             if found is not None:
