@@ -29,7 +29,6 @@ FLAGS_HELP = """On a TPU pod and under SLURM the same command on every host is o
   --coordinator=HOST:PORT  process 0's host, and a free port there
   --processes=N            how many processes there are
   --process=I              which one this is, 0 to N - 1"""
-CPU_THREADS = 16
 START_TIMEOUT_S = 300  # the hosts of a pod are not all up at the same moment
 # jax's own heartbeats end a process without a word, so they are only a second net below those of `watch.py`.
 JAX_HEARTBEAT_S = 300
@@ -88,8 +87,8 @@ def start(launch: Launch | None) -> None:
     # A CPU runs programs that do not depend on one another side by side. Their collectives would meet in another order
     # in each process, and wait for ever; other devices run one program after the other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # Within a program a collective holds a thread until all have come: more threads than may be held so.
-    os.environ.setdefault("PJRT_NPROC", str(max(CPU_THREADS, os.cpu_count() or 1)))
+    # Within a program too threads come to collectives as they please; with a single one they rarely meet otherwise.
+    os.environ.setdefault("PJRT_NPROC", "1")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is `stopping.py`'s business
     named: dict[str, Any] = {}
     if launch is not None:
