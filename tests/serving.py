@@ -43,9 +43,9 @@ def settings(**sampler) -> RunConfig:
 
 
 @contextlib.contextmanager
-def served(**sampler) -> Iterator[Served]:
-    """The tiny model on a running engine; programs are compiled when they are first needed."""
-    found = serve.load(MODEL, config=settings(**sampler), warm_up=False)
+def served(path: str = MODEL, **sampler) -> Iterator[Served]:
+    """The tiny model, or another, on a running engine; programs are compiled when they are first needed."""
+    found = serve.load(path, config=settings(**sampler), warm_up=False)
     try:
         yield found
     finally:
@@ -76,9 +76,9 @@ def running(app) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def server(options: Options | None = None, **sampler) -> Iterator[str]:
+def server(options: Options | None = None, path: str = MODEL, **sampler) -> Iterator[str]:
     """Both at once."""
-    with served(**sampler) as model, serving(model, options) as url:
+    with served(path, **sampler) as model, serving(model, options) as url:
         yield url
 
 

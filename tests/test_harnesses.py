@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import textwrap
 import urllib.request
@@ -19,12 +20,14 @@ from pathlib import Path
 import pytest
 import serving
 
+from envace_jax.config import ASSETS
 from envace_jax.envs import load_domain
 from envace_jax.roles import render_call
 from envace_jax.types import ToolCall
 
 pytestmark = pytest.mark.slow
 WAIT = 400  # seconds
+LONG = 8192  # tokens of tau2's longest prompt and an answer fit
 DONE = "Done."
 SCRIPTED = "scripted"  # the model's name
 
@@ -227,6 +230,12 @@ def tau2_run(url: str, name: str, folder: Path, *options: str):
     return json.loads((folder / "played.json").read_text())["simulations"]
 
 
+def counted(url: str, name: str) -> float:
+    """A figure of the server's, 0 before there is any."""
+    lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
 @needs_tau2
 def test_tau2_rewards_right_calls(tmp_path):
     tickets = {
@@ -251,9 +260,20 @@ def test_tau2_rewards_right_calls(tmp_path):
 
 
 @needs_tau2
-def test_tau2_runs_to_the_end_whatever_the_model_writes(tiny, tmp_path):
-    """The tiny model speaks where tau2 wants calls alone, which ends its simulations and not the run."""
-    tau2_run(tiny, serving.NAME, tmp_path, "--num-tasks", "2", "--skip-failed-samples")
+def test_tau2_runs_to_the_end_whatever_the_model_writes(tmp_path):
+    """The tiny model speaks where tau2 wants calls alone, which ends its simulations and not the run.
+
+    It is told that it knows more positions than it was taught, since tau2's prompts are longer.
+    """
+    folder = shutil.copytree(ASSETS / "tiny_base", tmp_path / serving.NAME)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
+    with serving.server(path=str(folder), max_length=LONG, cache_lengths=(LONG,)) as url:
+        tau2_run(url, serving.NAME, tmp_path, "--num-tasks", "2", "--skip-failed-samples")
+        asked = 'envace_requests_total{method="POST",route="/v1/chat/completions"'
+        answered = counted(url, f'{asked},status="200"')
+        assert answered == counted(url, asked) >= 2  # for both tasks; the results' file was read above
+        assert counted(url, 'envace_tokens_total{kind="completion"}') > 0
 
 
 # --- litellm ---
