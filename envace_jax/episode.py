@@ -28,6 +28,7 @@ from envace_jax.roles import (
     Prompts,
     PromptTooLong,
     act_prompt,
+    call_entries,
     canonical_result,
     check_rehearse_room,
     is_error_result,
@@ -439,10 +440,7 @@ def _assistant_message(parsed: ParsedAssistant, text: str) -> Message:
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in parsed.calls
-        ]
+        message["tool_calls"] = call_entries(parsed.calls)
     return message
 
 

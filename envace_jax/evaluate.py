@@ -25,7 +25,7 @@ from envace_jax.episode import Limits, Reason
 from envace_jax.json_values import json_equal
 from envace_jax.responders import Real
 from envace_jax.rollout import rollout
-from envace_jax.sampling import Sample, Sampler, SampleRequest
+from envace_jax.sampling import Sample, Sampler, SampleRequest, sample_all
 from envace_jax.types import Json, Message, Params, Task, ToolCall, Trajectory
 from envace_jax.users import User
 
@@ -227,16 +227,9 @@ def agreement(trajectories: Iterable[Trajectory], tasks: Mapping[str, Task]) -> 
 
 
 def generate(sampler: Sampler, params: Params, requests: Sequence[SampleRequest]) -> list[Sample]:
-    """Samples every request, a slot each as slots become free."""
+    """`sample_all` with caches that may be of other weights forgotten."""
     sampler.reset()
-    waiting = list(reversed(requests))
-    done: list[Sample] = []
-    while len(done) < len(requests):
-        batch = [waiting.pop() for _ in range(min(sampler.free(), len(waiting)))]
-        if batch:
-            sampler.submit(batch)
-        done += sampler.step(params)
-    return done
+    return sample_all(sampler, params, requests)
 
 
 def _same_call(one: ToolCall, other: ToolCall) -> bool:

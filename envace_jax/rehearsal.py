@@ -18,16 +18,16 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal
 
 from envace_jax import memory as written
 from envace_jax.episode import Limits
 from envace_jax.responders import Rehearsed
+from envace_jax.rewards import Unscored
 from envace_jax.roles import Prompts, message_calls
 from envace_jax.rollout import Player, Progress, rollout
-from envace_jax.sampling import Sample, SampleRequest
-from envace_jax.types import Json, Message, MessageList, Segment, Task, Trajectory, TurnScore
+from envace_jax.sampling import SampleRequest, sample_all
+from envace_jax.types import Json, Message, Segment, Task, Trajectory
 
 MODES = ("none", "parallel", "sequential")
 # Streams of random numbers that no training step, evaluation or judge uses.
@@ -204,12 +204,20 @@ def _text(content: Json, where: str) -> str:
 
 
 class Cache:
-    """Memories of `rehearse` for one policy, by all else that they depend on; the least recently used go first beyond
-    `most`."""
+    """Memories for one policy, by all else that they depend on; the least recently used go first.
 
-    def __init__(self, most: int = 4096):
-        self._most = most
+    Args:
+      most: memories that are kept.
+      most_tokens: sampled tokens that these may have together, attempts counted in.
+    """
+
+    def __init__(self, most: int = 4096, most_tokens: int = 1 << 22):
+        self._most, self._most_tokens = most, most_tokens
         self._memories: collections.OrderedDict[str, Memory] = collections.OrderedDict()
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._memories)
 
     def get(self, key: str) -> Memory | None:
         if key in self._memories:
@@ -217,18 +225,15 @@ class Cache:
         return self._memories.get(key)
 
     def put(self, key: str, memory: Memory) -> None:
+        self._drop(key)
         self._memories[key] = memory
-        while len(self._memories) > self._most:
-            self._memories.popitem(last=False)
+        self._tokens += memory.completion_tokens
+        while len(self._memories) > self._most or self._tokens > self._most_tokens:
+            self._drop(next(iter(self._memories)))
 
-
-class _Unscored:
-    """A reward that lets a turn end and says nothing of it."""
-
-    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
-        score: Future[TurnScore] = Future()
-        score.set_result(TurnScore(0.0, (), True))
-        return score
+    def _drop(self, key: str) -> None:
+        if key in self._memories:
+            self._tokens -= self._memories.pop(key).completion_tokens
 
 
 @dataclasses.dataclass
@@ -314,7 +319,7 @@ class _Stage:
         played = rollout(
             self.player.sampler, self.player.params,
             [with_memory(rehearsal.task, rehearsal.text, self.settings) for rehearsal, _ in able],
-            attempts=attempts, first_attempt=first, responder=Rehearsed(), reward=_Unscored(), prompts=self.prompts,
+            attempts=attempts, first_attempt=first, responder=Rehearsed(), reward=Unscored(), prompts=self.prompts,
             limits=self.limits, seed=self.seed, step=ATTEMPT_STREAM, temperature=self.settings.temperature,
             top_p=self.settings.top_p, token_budgets=[share for _, share in able], progress=self.progress,
             on_segment=self._told([rehearsal.task for rehearsal, _ in able]),
@@ -333,7 +338,7 @@ class _Stage:
             request = self._memory_request(place, rehearsal)
             if request is not None:
                 requests[place] = request
-        for sample in _sampled(self.player, list(requests.values())):
+        for sample in sample_all(self.player.sampler, self.player.params, list(requests.values())):
             rehearsal = rehearsals[sample.request_id]
             read = len(requests[sample.request_id].prompt_tokens)
             rehearsal.count(read, len(sample.tokens), sample.cached_tokens)
@@ -367,14 +372,3 @@ class _Stage:
 
 def _begun(rehearsal: _Rehearsal) -> list[Trajectory]:
     return [attempt for attempt in rehearsal.attempts if attempt.segments]
-
-
-def _sampled(player: Player, requests: Sequence[SampleRequest]) -> list[Sample]:
-    """Samples every request, a slot each as slots become free; kept caches stay, for they are of these parameters."""
-    waiting, done = list(reversed(requests)), list[Sample]()
-    while len(done) < len(requests):
-        batch = [waiting.pop() for _ in range(min(player.sampler.free(), len(waiting)))]
-        if batch:
-            player.sampler.submit(batch)
-        done += player.sampler.step(player.params)
-    return done

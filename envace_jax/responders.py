@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from envace_jax.envs import Environment, load_process
+from envace_jax.futures import then
 from envace_jax.types import Json, MessageList, Need, Task, ToolCall
 
 
@@ -85,7 +86,7 @@ class Real:
             self.calls += 1
             result = environment.call(call.name, call.arguments)
             if isinstance(result, Future):
-                return _written_when_done(result)
+                return then(result, _written)
             answer.set_result(_written(result))
         except Exception as error:  # whatever an environment raises is a fault of this trajectory alone
             answer.set_exception(error)
@@ -124,18 +125,3 @@ class Real:
 
 def _written(result: Json) -> str:
     return json.dumps(result, ensure_ascii=False, allow_nan=False)
-
-
-def _written_when_done(result: Future[Json]) -> Future[str]:
-    """The text of a result that is still to come, or whatever exception comes instead."""
-    text: Future[str] = Future()
-
-    def settle(done: Future[Json]) -> None:
-        if text.set_running_or_notify_cancel():  # the rollout cancels what it no longer waits for
-            try:
-                text.set_result(_written(done.result()))
-            except Exception as error:
-                text.set_exception(error)
-
-    result.add_done_callback(settle)
-    return text

@@ -127,13 +127,12 @@ def _act_prompt(prompts: Prompts, task: Task, opening: str | None, note: str) ->
             f"task {task.task_id!r} has no user turns; at least one is needed, or messages that end with a user's "
             "message or tool results"
         )
-    if note and prompts.style == "full":
-        note = f"{NOTE_TITLE}\n{note}"
+    note = titled(prompts, note)
     after: list[int] = []
     if note and task.note_place == "system":
-        system = _below(system, note)
+        system = below(system, note)
     elif note and said[-1]["role"] == "user":
-        said[-1] = {**said[-1], "content": _below(said[-1]["content"], note)}
+        said[-1] = {**said[-1], "content": below(said[-1]["content"], note)}
     elif note:  # no turn of its own: the thoughts of the one under way stay
         after = chat.user(note)
     return [
@@ -144,7 +143,13 @@ def _act_prompt(prompts: Prompts, task: Task, opening: str | None, note: str) ->
     ]
 
 
-def _below(text: str | None, note: str) -> str:
+def titled(prompts: Prompts, note: str) -> str:
+    """A note as it stands in a prompt; an empty one is none."""
+    return f"{NOTE_TITLE}\n{note}" if note and prompts.style == "full" else note
+
+
+def below(text: str | None, note: str) -> str:
+    """A text with a note at its end."""
     return f"{text}\n\n{note}" if text else note
 
 
@@ -346,6 +351,15 @@ def message_calls(message: Message) -> list[ToolCall]:
         arguments = function["arguments"]
         calls.append(ToolCall(function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments))
     return calls
+
+
+def call_entries(calls: Sequence[ToolCall], as_text: bool = False) -> list[dict[str, Json]]:
+    """The calls as `tool_calls` of a message, the inverse of `message_calls`; arguments as JSON text on a wire."""
+
+    def arguments(call: ToolCall) -> Json:
+        return json.dumps(dict(call.arguments), ensure_ascii=False) if as_text else dict(call.arguments)
+
+    return [{"type": "function", "function": {"name": call.name, "arguments": arguments(call)}} for call in calls]
 
 
 def _error_result(code: str, message: str, source: str) -> str:

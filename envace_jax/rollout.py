@@ -22,7 +22,7 @@ import functools
 import heapq
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,10 +53,9 @@ from envace_jax.users import User
 
 Progress = Callable[[int, int, int], None]  # (trajectories finished, trajectories in all, tokens sampled so far)
 OnSegment = Callable[[int, int, Segment], None]  # (place of the task, attempt, what was just sampled)
+OnEnd = Callable[[int, Trajectory], None]  # (its place in the result, a trajectory that is over)
 # With several processes, seconds that one waits for its own outside answers before it asks after the others'.
 PATIENCE_S = 0.2
-
-OnEnd = Callable[[int, Trajectory], None]  # (its place in the result, a trajectory that is over)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +126,16 @@ def rollout(
     seats = {Role.ACT: act, Role.REHEARSE: act if rehearser is None else _Seat(rehearser.sampler, rehearser.params)}
     run = _Run(
         seats, responder, reward, (seed, step), temperature, top_p, policy_version, limits.generations,
-        future_timeout_s, user, on_segment,
+        future_timeout_s, user, on_segment, on_end,
     )  # fmt: skip
-    if run.judge is not None:
-        run.judge.reset()
-    run.on_end = on_end
-    for seat in run.different_seats():
-        seat.sampler.reset()  # kept caches may be of other weights
-    repeats: collections.Counter[str] = collections.Counter()  # a task that stands twice in a batch draws anew
+    run.forget()
     begin = functools.partial(
         start, prompts, limits, answered_by=responder.needs, prompted=responder.prompted, schema_check=schema_check
     )
-    for position, task in enumerate(tasks):
-        first = first_attempt + attempts * repeats[task.task_id]
-        repeats[task.task_id] += 1
-        budget = token_budgets[position] if token_budgets is not None else 0
-        for attempt in range(first, first + attempts):
-            known = _Attempt(task, group_offset + position, attempt, position)
-            episode = begin(task, known.group_id, attempt, most_tokens=budget) if hosts.owns(position) else None
-            run.add(known, episode)
+    for known in _all_attempts(tasks, attempts, first_attempt, group_offset):
+        budget = 0 if token_budgets is None else token_budgets[known.position]
+        own = hosts.owns(known.position)
+        run.add(known, begin(known.task, known.group_id, known.attempt, most_tokens=budget) if own else None)
     run.share()
 
     while run.unfinished:
@@ -181,6 +171,16 @@ class _Attempt:
         default_factory=dict
     )  # by segment index; empty: not for a sampler
     segments: dict[int, Segment] = dataclasses.field(default_factory=dict)  # by index
+
+
+def _all_attempts(tasks: Sequence[Task], attempts: int, first: int, group_offset: int) -> Iterator[_Attempt]:
+    """Those of a rollout, in order. A task that stands twice draws anew: its attempts are numbered on."""
+    repeats: collections.Counter[str] = collections.Counter()
+    for position, task in enumerate(tasks):
+        for attempt in range(attempts):
+            number = first + attempts * repeats[task.task_id] + attempt
+            yield _Attempt(task, group_offset + position, number, position)
+        repeats[task.task_id] += 1
 
 
 # What a trajectory's owner tells: its number, its user turn, and the generations it waits for; none: it is over.
@@ -225,7 +225,8 @@ class _Run:
     generations: int  # the most that a trajectory may have
     future_timeout_s: float | None
     user: User | None
-    on_segment: OnSegment | None = None
+    on_segment: OnSegment | None
+    on_end: OnEnd | None
     attempts: list[_Attempt] = dataclasses.field(default_factory=list)
     unfinished: int = 0
     tokens: int = 0
@@ -233,7 +234,6 @@ class _Run:
     episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)
     outside: dict[int, _Outside] = dataclasses.field(default_factory=dict)
     news: list[_News] = dataclasses.field(default_factory=list)
-    on_end: OnEnd | None = None
 
     @property
     def judge(self) -> LocalModel | None:
@@ -246,6 +246,13 @@ class _Run:
         if self.judge is None or self.judge.sampler is None:
             return None if self.judge is None else self.seats[Role.ACT]
         return _Seat(self.judge.sampler, self.judge.params)
+
+    def forget(self) -> None:
+        """Empties the samplers: kept caches may be of other weights."""
+        if self.judge is not None:
+            self.judge.reset()
+        for seat in self.different_seats():
+            seat.sampler.reset()
 
     def add(self, attempt: _Attempt, episode: Episode | None) -> None:
         """A new trajectory, with its episode where it is this process's own."""

@@ -24,7 +24,7 @@ from envace_jax.sample_requests import Running, Sample, SampleRequest, SamplerSt
 from envace_jax.sharding import BATCH_AXES, axis_size
 from envace_jax.types import FinishReason, Params, Policy
 
-__all__ = ["Sample", "SampleRequest", "Sampler", "SamplerStats", "segment_key"]
+__all__ = ["Sample", "SampleRequest", "Sampler", "SamplerStats", "sample_all", "segment_key"]
 
 
 class Sampler:
@@ -238,6 +238,18 @@ class Sampler:
         del self._running[slot]
         reason: FinishReason = "stop" if int(tokens[-1]) in item.stop_ids else "length"
         return Sample(item.request.request_id, tokens, np.concatenate(item.logprobs), reason, item.cached)
+
+
+def sample_all(sampler: Sampler, params: Params, requests: Sequence[SampleRequest]) -> list[Sample]:
+    """Samples every request, a slot each as slots become free, and gives the samples as they come. Kept caches stay."""
+    waiting = list(reversed(requests))
+    done: list[Sample] = []
+    while len(done) < len(requests):
+        batch = [waiting.pop() for _ in range(min(sampler.free(), len(waiting)))]
+        if batch:
+            sampler.submit(batch)
+        done += sampler.step(params)
+    return done
 
 
 def _checked_stop_ids(stop_ids: Sequence[int]) -> tuple[int, ...]:

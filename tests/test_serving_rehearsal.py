@@ -183,14 +183,14 @@ def test_memories_are_kept_as_long_as_there_is_room_for_their_tokens(script):
     ):
         rehearsals = app.state.service.rehearsals
         one = ask(client, rehearsal={"n": 1})["usage"]["rehearsal_tokens"]["completion_tokens"]
-        rehearsals._most_tokens = 3 * one + 1
+        rehearsals._kept._most_tokens = 3 * one + 1
         for number in range(5):
             ask(client, [{"role": "user", "content": f"what has ann {number} ?"}], rehearsal={"n": 1})
         assert len(rehearsals._kept) == 3
         script.played.clear()
         ask(client, [{"role": "user", "content": "what has ann 4 ?"}], rehearsal={"n": 1})
         assert script.played == ["noted"]  # the latest are there
-        rehearsals._most_tokens = one - 1
+        rehearsals._kept._most_tokens = one - 1
         assert ask(client, rehearsal={"n": 1}) and not rehearsals._kept
 
 

@@ -16,6 +16,7 @@ from envace_jax.benchmarks import Case, Options, Outcome, Step, Suite, chosen_ca
 from envace_jax.benchmarks.scores import Attempt, category_figures
 from envace_jax.config import UserError
 from envace_jax.envs import bfcl, worker
+from envace_jax.futures import done, then
 from envace_jax.types import Json, Task, ToolCall, Trajectory
 
 NON_LIVE = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
@@ -88,7 +89,7 @@ def _memory_cases() -> list[Case]:
 def begin(case: Case, carried: Json) -> Future[Task]:
     """The task with the memory that the case before it left, and the system message that tells of it."""
     if case.category != MEMORY:
-        return _done(case.task)
+        return done(case.task)
     task = bfcl.with_memory(case.task, carried)
 
     def told(found: Json) -> Task:
@@ -97,17 +98,17 @@ def begin(case: Case, carried: Json) -> Future[Task]:
         others = tuple(message for message in task.messages if message["role"] != "system")
         return dataclasses.replace(task, messages=({"role": "system", "content": text}, *others))
 
-    return bfcl.then(bfcl.memory(task), told)
+    return then(bfcl.memory(task), told)
 
 
 def outcome(case: Case, trajectory: Trajectory, state: Json) -> Future[Outcome]:
     """BFCL's verdict. As in BFCL a message without a call that can be read is one without calls."""
     task = case.task
     if not case.scored:
-        return bfcl.then(bfcl.memory(task, trajectory.messages), lambda found: Outcome(None, None, found["state"]))
+        return then(bfcl.memory(task, trajectory.messages), lambda found: Outcome(None, None, found["state"]))
     if not case.one_message and trajectory.reason != "done":
-        return _done(Outcome(0.0, {"error_type": f"ended: {trajectory.reason}"}))
-    return bfcl.then(
+        return done(Outcome(0.0, {"error_type": f"ended: {trajectory.reason}"}))
+    return then(
         bfcl.verdict(task, trajectory.messages),
         lambda found: Outcome(float(found["valid"]), {"error_type": found["error_type"]}),
     )
@@ -198,9 +199,3 @@ def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float
 def _state(task: Task) -> Mapping[str, Json]:
     assert task.environment is not None
     return task.environment["state"]
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

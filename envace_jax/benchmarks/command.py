@@ -28,7 +28,6 @@ from envace_jax.config import UserError
 from envace_jax.metrics import write_json_atomic
 from envace_jax.progress import Progress
 
-BAD_INPUT, INTERRUPTED = 2, 130
 RESULTS, SETTINGS, ATTEMPTS = "results.json", "settings.json", "trajectories.jsonl"
 
 
@@ -42,10 +41,10 @@ def run(arguments: Sequence[str]) -> int:
         if not main.is_message(error):
             raise
         main.report(error, None)
-        return BAD_INPUT
+        return main.BAD_INPUT
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+        return main.INTERRUPTED
     return 0
 
 

@@ -24,6 +24,7 @@ from envace_jax import data, roles
 from envace_jax.benchmarks import Case, Options, Outcome, Step, Suite, calls_in, chosen_categories, subset
 from envace_jax.benchmarks.scores import Attempt, bootstrap
 from envace_jax.config import UserError
+from envace_jax.futures import done
 from envace_jax.types import CheckItem, Json, Message, Task, ToolCall, Trajectory
 
 CATEGORIES = ("single_tool", "multi_tool", "multi_turn")
@@ -105,10 +106,7 @@ def _message(message: Any) -> Message:
         raise ValueError(f"a message of role {role!r}; accepted: system, user, assistant, tool")
     if not isinstance(content, str):
         raise ValueError(f"the content of a {role} message is a {type(content).__name__}, no text")
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in roles.message_calls(message)
-    ]
+    calls = roles.call_entries(roles.message_calls(message))
     return {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
@@ -150,10 +148,8 @@ def outcome(case: Case, trajectory: Trajectory, state: Json) -> Future[Outcome]:
     wanted = [call.name for call, _ in case.task.reference]
     written = [message for message in trajectory.messages if message["role"] == "assistant"]
     called = calls_in(written[-1:])
-    answer: Future[Outcome] = Future()
     same = collections.Counter(called) == collections.Counter(wanted)
-    answer.set_result(Outcome(float(same), {"called": called, "wanted": wanted}))
-    return answer
+    return done(Outcome(float(same), {"called": called, "wanted": wanted}))
 
 
 def gold(case: Case) -> list[Step] | None:

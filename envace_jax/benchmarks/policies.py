@@ -19,13 +19,14 @@ from envace_jax.chat import Chat
 from envace_jax.envs import Environment, load_process, make_environment
 from envace_jax.episode import Limits
 from envace_jax.evaluate import SUCCESS_STREAM
+from envace_jax.futures import done, then
 from envace_jax.rehearsal import Settings, rehearse, with_memory
 from envace_jax.responders import Real
-from envace_jax.rewards import Reward
+from envace_jax.rewards import Reward, Unscored
 from envace_jax.roles import ERROR_KEY, Prompts
 from envace_jax.rollout import Player, Progress, rollout
 from envace_jax.sampling import Sample, SampleRequest, SamplerStats
-from envace_jax.types import Json, MessageList, Need, Task, ToolCall, Trajectory, TurnScore
+from envace_jax.types import Json, MessageList, Need, Task, ToolCall, Trajectory
 from envace_jax.users import User
 
 TOKENIZER = "asset:tiny_base"  # of scripts, where no model brings one
@@ -99,7 +100,7 @@ class Local:
         try:
             rollout(
                 self.player.sampler, self.player.params, tasks, attempts=1, responder=responder,
-                reward=Unjudged() if reward is None else reward, prompts=self.prompts, limits=limits, seed=seed,
+                reward=Unscored() if reward is None else reward, prompts=self.prompts, limits=limits, seed=seed,
                 step=SUCCESS_STREAM, temperature=self.temperature, top_p=self.top_p if self.temperature else 1.0,
                 user=user, progress=progress, on_end=ended,
             )  # fmt: skip
@@ -158,13 +159,6 @@ def final_state(responder: Any, number: int, task: Task, trajectory: Trajectory)
     return responder.final_state(number)
 
 
-class Unjudged:
-    """Lets every user turn begin: the benchmark itself says in the end how a conversation came out."""
-
-    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
-        return _done(TurnScore(0.0, (), True))
-
-
 class Unexecuted:
     """Answers calls that nobody reads the results of."""
 
@@ -174,7 +168,7 @@ class Unexecuted:
     def respond(
         self, trajectory_index: int, task: Task, call: ToolCall, messages: MessageList, act_text: str = ""
     ) -> Future[str]:
-        return _done(NOT_EXECUTED)
+        return done(NOT_EXECUTED)
 
     def end(self, trajectory_index: int, task: Task) -> None:
         pass
@@ -196,18 +190,7 @@ class _Benign:
 
     def call(self, name: str, arguments: Mapping[str, Json]) -> Json | Future[Json]:
         result = self._environment.call(name, arguments)
-        if not isinstance(result, Future):
-            return _ordinary(result)
-        answer: Future[Json] = Future()
-
-        def settle(done: Future[Json]) -> None:
-            try:
-                answer.set_result(_ordinary(done.result()))
-            except BaseException as fault:
-                answer.set_exception(fault)
-
-        result.add_done_callback(settle)
-        return answer
+        return then(result, _ordinary) if isinstance(result, Future) else _ordinary(result)
 
     def state(self) -> Json | Future[Json]:
         return self._environment.state()
@@ -294,13 +277,7 @@ class Curt:
 
     def answer(self, task: Task, messages: MessageList) -> Future[str | None]:
         spoken = any(message["role"] == "user" for message in messages[len(task.messages) :])
-        return _done(None if spoken else "Please help me.")
+        return done(None if spoken else "Please help me.")
 
     def of_trial(self, seed: int) -> Curt:
         return self
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

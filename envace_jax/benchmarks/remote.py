@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from envace_jax.benchmarks import Case
-from envace_jax.benchmarks.policies import OnEnd, TrialUser, Unexecuted, Unjudged, benign_environment, final_state
+from envace_jax.benchmarks.policies import OnEnd, TrialUser, Unexecuted, benign_environment, final_state
 from envace_jax.chat import CALL_CLOSE, CALL_OPEN, parse_assistant
 from envace_jax.endpoint import Endpoint, EndpointFault
 from envace_jax.episode import Limits, Reason
 from envace_jax.responders import Real, Responder
-from envace_jax.rewards import Reward
-from envace_jax.roles import canonical_result, is_error_result, message_calls
+from envace_jax.rewards import Reward, Unscored
+from envace_jax.roles import call_entries, canonical_result, is_error_result, message_calls
 from envace_jax.rollout import Progress
 from envace_jax.types import Json, Message, Task, ToolCall, Trajectory, TurnScore
 from envace_jax.users import User
@@ -51,7 +51,7 @@ class Remote:
         """As `policies.Policy.play`. A fault of the server, an environment or the user masks its conversation."""
         responder = Unexecuted() if cases and cases[0].one_message else Real(benign_environment)
         user = None if self.user is None else self.user.of_trial(seed)
-        judge = Unjudged() if reward is None else reward
+        judge = Unscored() if reward is None else reward
         lock, finished = threading.Lock(), 0
 
         def one(number: int, case: Case) -> None:
@@ -222,13 +222,9 @@ def on_the_wire(messages: Sequence[Message]) -> list[dict[str, Json]]:
         if message.get("reasoning_content"):
             told["reasoning_content"] = message["reasoning_content"]
         if message["role"] == "assistant" and message.get("tool_calls"):
-            calls = message_calls(message)
-            waiting = [f"call_{place}_{number}" for number in range(len(calls))]
-            told["tool_calls"] = [
-                {"id": name, "type": "function",
-                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}}
-                for name, call in zip(waiting, calls, strict=True)
-            ]  # fmt: skip
+            entries = call_entries(message_calls(message), as_text=True)
+            waiting = [f"call_{place}_{number}" for number in range(len(entries))]
+            told["tool_calls"] = [{"id": name} | entry for name, entry in zip(waiting, entries, strict=True)]
         elif message["role"] == "tool":
             told["tool_call_id"] = waiting.pop(0) if waiting else f"call_{place}"
         found.append(told)
@@ -259,7 +255,5 @@ def read_message(message: Mapping[str, Any]) -> tuple[Message, list[ToolCall] | 
         if parsed.calls:
             made["content"], calls = parsed.content, list(parsed.calls)
     if calls:
-        made["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}} for call in calls
-        ]
+        made["tool_calls"] = call_entries(calls)
     return made, calls

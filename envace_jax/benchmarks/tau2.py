@@ -14,6 +14,7 @@ from envace_jax.benchmarks import Case, Options, Outcome, Step, Suite, chosen_ca
 from envace_jax.benchmarks.scores import Attempt, pass_hat
 from envace_jax.config import UserError
 from envace_jax.envs import tau2
+from envace_jax.futures import done, then
 from envace_jax.types import Json, Trajectory
 
 CATEGORIES = tau2.SETS
@@ -43,19 +44,9 @@ def read(options: Options) -> Suite:
 
 def outcome(case: Case, trajectory: Trajectory, state: Json) -> Future[Outcome]:
     """tau2's reward; 0 for a conversation that met a limit, as there."""
-    answer: Future[Outcome] = Future()
     if trajectory.reason != "done":
-        answer.set_result(Outcome(0.0, {"ended": trajectory.reason}))
-        return answer
-
-    def settle(asked: Future[float]) -> None:
-        try:
-            answer.set_result(Outcome(asked.result()))
-        except BaseException as fault:
-            answer.set_exception(fault)
-
-    tau2.score(case.task, trajectory.messages).add_done_callback(settle)
-    return answer
+        return done(Outcome(0.0, {"ended": trajectory.reason}))
+    return then(tau2.score(case.task, trajectory.messages), Outcome)
 
 
 def gold(case: Case) -> list[Step] | None:

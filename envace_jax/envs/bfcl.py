@@ -14,13 +14,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from envace_jax import json_values
 from envace_jax.envs import Environment, count_execution, tool_error, worker
+from envace_jax.futures import then
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, ToolCall
 
 PYTHON_VARIABLE = "ENVACE_BFCL_PYTHON"
@@ -111,20 +112,6 @@ def with_memory(task: Task, state: Json) -> Task:
 
 def _is_reply(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
-
-
-def then(asked: Future[Json], read: Callable[[Json], Any]) -> Future[Any]:
-    """`read` of what was asked for, or whatever exception comes instead."""
-    answer: Future[Any] = Future()
-
-    def settle(done: Future[Json]) -> None:
-        try:
-            answer.set_result(read(done.result()))
-        except BaseException as fault:  # also where the pool was closed
-            answer.set_exception(fault)
-
-    asked.add_done_callback(settle)
-    return answer
 
 
 @functools.cache

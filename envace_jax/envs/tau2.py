@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.envs import Environment, count_execution, worker
+from envace_jax.futures import done, then
 from envace_jax.types import CheckItem, Json, Message, MessageList, Task, ToolCall
 
 SETS = ("mock", "mock_solo", "telecom_small", "airline", "retail")
@@ -56,21 +57,12 @@ def score(task: Task, messages: MessageList) -> Future[float]:
     the outcome cannot be known, which includes tasks whose reward rests on assertions that need a language model.
     """
     conversation = messages[len(task.messages) :]
-    answer: Future[float] = Future()
     if not conversation or conversation[-1]["role"] != "assistant" or conversation[-1].get("tool_calls"):
-        answer.set_result(0.0)
-        return answer
-
-    def settle(asked: Future[Json]) -> None:
-        try:
-            answer.set_result(float(asked.result()["reward"]))
-        except BaseException as fault:  # also where the pool was closed
-            answer.set_exception(fault)
-
+        return done(0.0)
     assert task.environment is not None
     written = [_written(message) for message in conversation]
-    _pool().ask({"do": "score", **task.environment["state"], "messages": written}).add_done_callback(settle)
-    return answer
+    asked = _pool().ask({"do": "score", **task.environment["state"], "messages": written})
+    return then(asked, lambda found: float(found["reward"]))
 
 
 def package() -> str:

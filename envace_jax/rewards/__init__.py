@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
+from envace_jax.futures import done
 from envace_jax.types import MessageList, Task, TurnScore
 
 
@@ -22,3 +23,10 @@ class Reward(Protocol):
     def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
         """Scores a turn from its user message and what followed. An exception in the future masks the trajectory."""
         ...
+
+
+class Unscored:
+    """Lets every user turn begin and says nothing of it: where nobody judges, or a benchmark does in the end."""
+
+    def score_turn(self, task: Task, turn: int, turn_messages: MessageList) -> Future[TurnScore]:
+        return done(TurnScore(0.0, (), True))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from envace_jax import json_values
 from envace_jax.answers import AnswerCache, key_of
+from envace_jax.futures import done
 from envace_jax.local_model import LocalModel
 from envace_jax.rewards import RewardUnavailable
 from envace_jax.rewards.checklist import is_error, passes, read_turn, turn_score
@@ -82,7 +83,7 @@ class JudgedReward:
         if asked and shown:
             verdicts = self._verdicts(question(turn_messages, shown, asked), len(shown), len(asked))
         else:
-            verdicts = _finished(((),) * len(shown))
+            verdicts = done(((),) * len(shown))
         verdicts.add_done_callback(settle)
         return score
 
@@ -109,12 +110,6 @@ def _are_verdicts(rows: Json, steps: int, items: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _finished(verdicts: Verdicts) -> Future[Verdicts]:
-    future: Future[Verdicts] = Future()
-    future.set_result(verdicts)
-    return future
 
 
 # --- what is asked ---

@@ -6,7 +6,6 @@ Knows the engine, texts and OpenAI's objects; nothing of HTTP.
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from envace_jax.chat import Chat
 from envace_jax.episode import Limits
-from envace_jax.roles import Prompts
+from envace_jax.roles import Prompts, call_entries
 from envace_jax.sampling import SampleRequest
 from envace_jax.serving import conversation
 from envace_jax.serving.engine import Engine, Piece, merged
@@ -307,14 +306,7 @@ def message(reply: Reply) -> dict[str, Any]:
 
 
 def _calls(reply: Reply) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-        }
-        for call in reply.calls
-    ]
+    return [{"id": f"call_{secrets.token_hex(12)}"} | entry for entry in call_entries(reply.calls, as_text=True)]
 
 
 def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from envace_jax.chat import THINK_CLOSE, THINK_OPEN, Chat, render_call
 from envace_jax.json_values import check_writable
+from envace_jax.roles import below
 from envace_jax.types import Json, Message, ToolCall
 
 NOTE = "note"  # the role of a note after tool results: it is written as a user's message, and begins no turn
@@ -152,16 +153,12 @@ def with_note(messages: Sequence[Message], note: str, place: str) -> list[Messag
     if place == "system":
         if not changed or changed[0]["role"] != "system":
             return [{"role": "system", "content": note}, *changed]
-        changed[0] = _below(changed[0], note)
+        changed[0] = {**changed[0], "content": below(changed[0]["content"], note)}
     elif changed[-1]["role"] == "user":
-        changed[-1] = _below(changed[-1], note)
+        changed[-1] = {**changed[-1], "content": below(changed[-1]["content"], note)}
     else:
         changed.append({"role": NOTE, "content": note})
     return changed
-
-
-def _below(message: Message, note: str) -> Message:
-    return {**message, "content": f"{message['content']}\n\n{note}" if message["content"] else note}
 
 
 def _is_query(message: Message) -> bool:

@@ -7,7 +7,6 @@ Nothing of a rehearsal is ever in a prompt but the memory, and nothing of it in 
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from envace_jax import rehearsal, roles
-from envace_jax.rehearsal import Memory, Settings
+from envace_jax.rehearsal import Cache, Memory, Settings
 from envace_jax.rollout import Player
 from envace_jax.serving import completions, conversation
 from envace_jax.serving.completions import Asked, Served
@@ -80,10 +79,10 @@ class Rehearsals:
         self, served: Served, default: Settings, threads: int = 32, kept: int = 1024, kept_tokens: int = 1 << 20
     ):
         self.default = default
-        self._served, self._most, self._most_tokens = served, kept, kept_tokens
+        self._served = served
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rehearsal")
         self._usual_mode = "parallel" if default.mode == "none" else default.mode
-        self._kept: collections.OrderedDict[str, Memory] = collections.OrderedDict()
+        self._kept = Cache(kept, kept_tokens)
 
     def settings(self, asked: Asked) -> Settings | None:
         """How a request is to be rehearsed; None: not at all. Raises RequestError where it cannot be."""
@@ -119,21 +118,20 @@ class Rehearsals:
         # Unless it is wanted, with a seed only what this very request would make: or the answer would depend on what
         # was asked before it.
         usable = keys if reuse or (reuse is None and asked.request.seed is None) else keys[:1]
-        found = next((key for key in usable if key in self._kept), None) if reuse is not False else None
+        kept = (self._kept.get(key) for key in usable if reuse is not False)
+        memory = next((found for found in kept if found is not None), None)
+        fresh = memory is None
         given_up = threading.Event()
         try:
-            if found is not None:
-                self._kept.move_to_end(found)
-                memory = self._kept[found]
-            else:
+            if memory is None:
                 make = functools.partial(self._make, asked, settings, given_up, on_segment)
                 memory = await asyncio.get_running_loop().run_in_executor(self._threads, make)
-                self._keep(keys[0], memory)
+                self._kept.put(keys[0], memory)
             # Not in those threads: rehearsals of others may have them all.
             ready = await asyncio.to_thread(self._with_memory, asked, memory, settings)
         finally:
             given_up.set()
-        return Rehearsed(ready, memory, fresh=found is None)
+        return Rehearsed(ready, memory, fresh=fresh)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -158,20 +156,14 @@ class Rehearsals:
         """The request with the memory in its prompt; as it was where there is none, or it does not fit."""
         if not memory.text:
             return asked
-        title = f"{roles.NOTE_TITLE}\n" if asked.prompts.style == "full" else ""
-        messages = conversation.with_note(asked.messages, title + memory.text, settings.placement)
+        note = roles.titled(asked.prompts, memory.text)
+        messages = conversation.with_note(asked.messages, note, settings.placement)
         try:
             return dataclasses.replace(
                 completions.with_messages(self._served, asked, messages), messages=asked.messages
             )
         except RequestError:
             return asked
-
-    def _keep(self, key: str, memory: Memory) -> None:
-        self._kept[key] = memory
-        tokens = sum(kept.completion_tokens for kept in self._kept.values())
-        while len(self._kept) > self._most or tokens > self._most_tokens:
-            tokens -= self._kept.popitem(last=False)[1].completion_tokens
 
 
 def _own(attempt: Trajectory, given: int) -> Trajectory:
@@ -217,12 +209,5 @@ def segment_told(served: Served, segment: Segment) -> dict[str, str]:
 def _message_told(message: Message) -> dict[str, Any]:
     told = dict(message)
     if message.get("tool_calls"):
-        told["tool_calls"] = [
-            {
-                "type": "function",
-                "function": call["function"]
-                | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)},
-            }
-            for call in message["tool_calls"]
-        ]
+        told["tool_calls"] = roles.call_entries(roles.message_calls(message), as_text=True)
     return told
