@@ -82,14 +82,14 @@ class FaultyServer:
             fault = self.fault(number, body)
             self.injected[fault] += 1
         try:
-            self.reply(request, body, fault)
-        finally:
+            if fault == "timeout":
+                time.sleep(self.stall_s)
+        finally:  # before the reply: its reader may ask again before this thread runs on
             with self._lock:
                 self.alive -= 1
+        self.reply(request, body, fault)
 
     def reply(self, request, body, fault):
-        if fault == "timeout":
-            time.sleep(self.stall_s)
         if fault == "reset":
             request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             request.connection.close()
