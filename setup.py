@@ -5,8 +5,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# The OpenAI-compatible server (python -m envace_jax.serve): routes, HTTP, and /metrics.
+# The OpenAI-compatible server (python -m envace_jax.serve): routes, HTTP, and /metrics. uvicorn takes its loop and its
+# parser from uvloop and httptools where they are there.
 SERVE = ["fastapi>=0.115", "pydantic>=2.10", "uvicorn>=0.34", "prometheus-client>=0.21"]
+SERVE += ["httptools>=0.6", "uvloop>=0.21; sys_platform != 'win32'"]
 ROOT = Path(__file__).resolve().parent
 
 
