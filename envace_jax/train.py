@@ -110,7 +110,7 @@ def run(
         with MetricsWriter(
             workdir, config.logging.tensorboard, resume_step=progress["step"], enabled=hosts.first()
         ) as writer:
-            workfolder.claim(workdir, config)
+            workfolder.claim(workdir, config, progress["step"])
             writer.start(total=config.steps, done=progress["step"])
             if config.warm_up and progress["step"] < config.steps:
                 state = compile_all(setup, state, writer)

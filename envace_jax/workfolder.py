@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax import config as configuration
-from envace_jax import config_checks, hosts
+from envace_jax import config_checks, environment, hosts
 from envace_jax.config import ConfigError, RunConfig, differing_keys
+from envace_jax.environment import ENVIRONMENT_FILE
 from envace_jax.metrics import METRICS_FILE, TENSORBOARD_FOLDER, TRAJECTORIES_FILE, last_step, write_json_atomic
 
 CONFIG_FILE = "config.json"
@@ -131,10 +132,11 @@ def _check_evaluation(workdir: Path, config: RunConfig, before: Mapping[str, Any
         )
 
 
-def claim(workdir: Path, config: RunConfig) -> None:
-    """Keeps the configuration in the folder, which makes it this run's."""
+def claim(workdir: Path, config: RunConfig, step: int = 0) -> None:
+    """Keeps the configuration in the folder, which makes it this run's; and where it starts anew after `step`."""
     if hosts.first():
         write_json_atomic(workdir / CONFIG_FILE, configuration.to_json(config))
+        environment.record(workdir, step)
 
 
 def _saved_settings(path: Path) -> dict[str, Any] | None:
@@ -185,7 +187,7 @@ def _check_no_results(workdir: Path, saved: Mapping[str, Any] | None, different:
 
 def _check_places(workdir: Path, continued: bool) -> None:
     """Raises ConfigError where something else stands in the place of a file or folder of the run."""
-    for name in (METRICS_FILE, TRAJECTORIES_FILE, SUMMARY_FILE, CURVES_FILE):
+    for name in (METRICS_FILE, TRAJECTORIES_FILE, SUMMARY_FILE, CURVES_FILE, ENVIRONMENT_FILE):
         if (workdir / name).is_dir():
             raise ConfigError(f"{workdir / name}: a folder, where the run writes a file; choose another --workdir")
     for name in (CHECKPOINTS, TENSORBOARD_FOLDER):

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from test_train import tiny_config
 
-from envace_jax import main, train, workfolder
+from envace_jax import environment, main, train, workfolder
 from envace_jax.config import RunConfig, to_json
 from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
@@ -90,6 +91,28 @@ def test_a_folder_is_claimed_once(run: Callable[..., Any], tmp_path: Path) -> No
 def test_lower_steps_are_refused_before_a_file_is_written(run: Callable[..., Any], tmp_path: Path) -> None:
     run(small(steps=3))
     refused(lambda: run(small(steps=2)), tmp_path / "run", "steps: 2 is below the 3 steps that .* has done already")
+
+
+def test_every_start_says_where_it_was_made(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(small(steps=2))
+    run(small(steps=3))
+    first, second = json.loads((folder / "environment.json").read_text())
+    assert (first["step"], second["step"]) == (0, 2) and first["time"] <= second["time"]
+    assert first["versions"]["jax"] == jax.__version__ and first["versions"].keys() >= {"python", "envace_jax", "flax"}
+    assert (first["backend"], first["processes"]) == ("cpu", 1) and sum(first["devices"].values()) == len(jax.devices())
+    assert "pytest" in first["command"]
+    refused(lambda: run(small(steps=1)), folder, "below the 3 steps")
+    (folder / "environment.json").write_text("{")  # no reason to refuse a run
+    run(small(steps=4))
+    assert [start["step"] for start in json.loads((folder / "environment.json").read_text())] == [3]
+    for step in range(60):
+        environment.record(folder, step)
+    starts = [start["step"] for start in json.loads((folder / "environment.json").read_text())]
+    assert starts == [3, *range(19), *range(40, 60)]
+    (folder / "environment.json").unlink()
+    (folder / "environment.json").mkdir()
+    refused(lambda: run(small(steps=5)), folder, "environment.json: a folder, where the run writes a file")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "qwen3"}', '{"model": 1, "data": {}}'])
