@@ -67,11 +67,18 @@ class Cast:
         act, rehearse = self.players(state)
         return [act] if rehearse is None or same_programs(act.sampler, rehearse.sampler) else [act, rehearse]
 
+    def slot_steps(self) -> tuple[int, int]:
+        """Slots that drew a token, and all that could have, summed over decoding steps since the samplers were made."""
+        stats = [(sampler.stats, sampler.slots) for sampler in self._samplers()]
+        return sum(own.busy_slot_steps for own, _ in stats), sum(own.decode_steps * slots for own, slots in stats)
+
     def reset(self) -> None:
         """Empties the samplers, so that their caches take no memory."""
-        for sampler in (self.sampler, self.rehearse_sampler):
-            if sampler is not None:
-                sampler.reset()
+        for sampler in self._samplers():
+            sampler.reset()
+
+    def _samplers(self) -> list[Sampler]:
+        return [sampler for sampler in (self.sampler, self.rehearse_sampler) if sampler is not None]
 
 
 def same_programs(one: Sampler, other: Sampler) -> bool:
@@ -118,6 +125,12 @@ def of_roles(
         for trajectory, keeps in zip(trajectories, kept, strict=True)
     ]
     return left, [values[np.array(keeps, bool)] for values, keeps in zip(advantages, kept, strict=True)]
+
+
+def slot_use(before: tuple[int, int], after: tuple[int, int]) -> Stats:
+    """The share of slots that drew, between two readings of `Cast.slot_steps`; nothing where no step was decoded."""
+    busy, offered = (now - then for then, now in zip(before, after, strict=True))
+    return {"slot_use": busy / offered} if offered else {}
 
 
 def frozen_stats(cast: Cast) -> Stats:

@@ -206,6 +206,7 @@ def iterate(
     """
     config, grpo = setup.config, setup.config.grpo
     drawn = Drawn(step * config.data.tasks_per_step) if drawn is None else drawn
+    slots = setup.cast.slot_steps()
     gathered, rehearsed = _sample(setup, state, step, writer, drawn)
     choose.check_masked(gathered.trajectories, config.reward.most_masked)
     if isinstance(setup.responder, players.Simulator):
@@ -220,7 +221,7 @@ def iterate(
     advantages, advantage_stats = advantages_of(gathered.trained)
     advantages += [config.fidelity.weight * values for values in advantages_of(rehearsed)[0]]
     state, metrics = learn(setup, state, [*gathered.trained, *rehearsed], advantages)
-    metrics |= advantage_stats | players.frozen_stats(setup.cast)
+    metrics |= advantage_stats | players.frozen_stats(setup.cast) | players.slot_use(slots, setup.cast.slot_steps())
     asked = (("judge", setup.reward), ("external", setup.responder), ("user", setup.user))
     counts = {f"{who}_{name}": n for who, model in asked for name, n in dict(getattr(model, "counts", {})).items()}
     metrics |= {name: float(count) for name, count in hosts.total(counts).items()}

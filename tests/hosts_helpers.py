@@ -24,7 +24,7 @@ SMALL = SETTINGS | {
     "evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0, "steps": 2,
     "batch.layout": "packed", "logging.trajectories_per_step": 4,
 }  # fmt: skip
-TIMES = ("seconds", "train_seconds", "tokens_per_second", "time", "compiled")
+TIMES = ("seconds", "train_seconds", "tokens_per_second", "time", "compiled", "slot_use")
 MAIN = "import sys; from envace_jax.main import main; sys.exit(main(sys.argv))"
 
 

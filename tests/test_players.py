@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from envace_jax.grpo import role_advantages
 from envace_jax.inputs import read_inputs
 from envace_jax.models import hf
 from envace_jax.rewards.checklist import ChecklistReward
+from envace_jax.sample_requests import SamplerStats
 from envace_jax.sharding import make_mesh
 from envace_jax.types import Role, Segment, Trajectory
 
@@ -255,6 +257,17 @@ def segment(role: Role, size: int) -> Segment:
     return Segment(
         role, np.arange(3, dtype=np.int32), np.full(size, 7, np.int32), np.zeros(size, np.float32), "stop", 0
     )
+
+
+def test_slot_use_is_of_both_samplers_and_between_two_readings():
+    samplers = [
+        SimpleNamespace(slots=slots, stats=SamplerStats(decode_steps=10, busy_slot_steps=15)) for slots in (2, 4)
+    ]
+    cast = players.Cast("separate", lambda params: params, *samplers)
+    assert cast.slot_steps() == (30, 10 * 2 + 10 * 4)
+    assert players.slot_use((20, 40), cast.slot_steps()) == {"slot_use": 10 / 20}
+    assert players.slot_use(cast.slot_steps(), cast.slot_steps()) == {}  # nothing was decoded
+    assert players.Cast("shared", lambda params: params, samplers[0]).slot_steps() == (15, 20)
 
 
 def test_segments_of_other_roles_are_left_out():

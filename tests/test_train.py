@@ -142,6 +142,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, mesh):
     (line,) = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if "reward" in line]
     for name in ("advantage_abs_act", "tokens_rehearse", "logprob_diff_max", "agreement", "tokens_per_second"):
         assert line[name] is not None
+    assert 0 < line["slot_use"] <= 1
     transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     stops = json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
