@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 # parser from uvloop and httptools where they are there.
 SERVE = ["fastapi>=0.115", "pydantic>=2.10", "uvicorn>=0.34", "prometheus-client>=0.21"]
 SERVE += ["httptools>=0.6", "uvloop>=0.21; sys_platform != 'win32'"]
+PAGE = [f"reporting/{name}" for name in ("*.html", "*.css", "*.js", "vendor/*")]  # what a report is made of
 ROOT = Path(__file__).resolve().parent
 
 
@@ -37,7 +38,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["envace_jax", "envace_jax.*"]),
-    package_data={"envace_jax": ["py.typed", "assets/**/*", "serving/*.html"]},
+    package_data={"envace_jax": ["py.typed", "assets/**/*", "serving/*.html", *PAGE]},
     install_requires=requirements(),
     extras_require={
         # transformers is the outside reference for chat templates and weights. Parity with its models also needs torch,

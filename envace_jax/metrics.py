@@ -45,6 +45,11 @@ def json_line(value: Any) -> str:
 def write_json_atomic(path: Path | str, value: Any) -> None:
     """Writes indented JSON; a reader sees the whole old file or the whole new one. NaN and infinity become null."""
     text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text_atomic(path, text)
+
+
+def write_text_atomic(path: Path | str, text: str) -> None:
+    """Writes a file of UTF-8 text; a reader sees the whole old file or the whole new one."""
     _write_atomic(Path(path), text.encode())
 
 
