@@ -229,7 +229,7 @@ def incompressible(workdir: Path, most: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("runs", [1, 3])
 def test_five_hundred_steps_stay_below_five_megabytes_and_trajectories_get_the_rest(tmp_path, monkeypatch, runs):
-    monkeypatch.setattr(page, "_viewer_data", lambda: incompressible)
+    monkeypatch.setattr(page, "viewer_data", incompressible)
     folders = [write_run(tmp_path / str(number), steps=500, seed=number) for number in range(runs)]
     built = page.build(folders)
     size = len(page.html(built).encode())

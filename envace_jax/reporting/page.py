@@ -10,11 +10,9 @@ import base64
 import dataclasses
 import datetime
 import gzip
-import importlib
-import importlib.util
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import envace_jax
@@ -23,17 +21,16 @@ from envace_jax.config import RunConfig
 from envace_jax.metrics import json_line
 from envace_jax.reporting.panels import PANELS
 from envace_jax.reporting.read import Run, read_runs
+from envace_jax.reporting.trajectories import viewer_data
 from envace_jax.types import Json
 
 MOST_BYTES = 5_000_000  # of a page, and about that of what a live page asks for; trajectories get what is left of it
 LEAST_FOR_TRAJECTORIES = 1_500_000  # of these; runs' curves are thinned until so much is left
 MOST_STEPS = (5000, 2000, 1000, 500, 250, 120, 60)  # drawn of each run: the first number that leaves that much
-SPARE = 2_000  # bytes for what is said last, of trajectories
 FOLDER = Path(__file__).resolve().parent
 STYLES = ("report.css", "viewer.css")
 VIEWER_SCRIPTS = ("viewer_text.js", "viewer_trajectory.js", "viewer.js")
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", *VIEWER_SCRIPTS, "charts.js", "tables.js", "report.js")
-VIEWER = "envace_jax.reporting.trajectories"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +47,20 @@ def build(workdirs: Sequence[Path], live: bool = False) -> Report:
     Raises UserError where a folder is no run's.
     """
     runs = read_runs(workdirs)
-    rest = len(html(Report({}, {}), live).encode()) + SPARE
+    rest = len(html(Report({}, {}), live).encode())
     for most in MOST_STEPS:
         data = _data(runs, live, most)
         left = MOST_BYTES - rest - len(pack(data))
         if left >= LEAST_FOR_TRAJECTORIES:
             break
-    viewer, notes = _viewer(workdirs, runs, max(left, 0))
-    return Report(data | {"notes": notes}, viewer)
+    return Report(data, _viewer(workdirs, runs, max(left, 0)))
 
 
 def html(report: Report, live: bool = False) -> str:
     """The page of a report, whole."""
     parts = {
-        "styles": "\n".join(f"<style>\n{_asset(name)}</style>" for name in _there(STYLES)),
-        "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in _there(SCRIPTS)),
+        "styles": "\n".join(f"<style>\n{_asset(name)}</style>" for name in STYLES),
+        "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in SCRIPTS),
         "data": "\n".join(
             f'<script type="application/octet-stream+gzip" id="{name}">{pack(value)}</script>'
             for name, value in (("report-data", report.data), ("viewer-data", report.viewer))
@@ -130,25 +126,11 @@ def _short(value: float | None) -> float | None:
     return int(short) if short.is_integer() and abs(short) < 2**53 else short
 
 
-def _viewer(workdirs: Sequence[Path], runs: Sequence[Run], most: int) -> tuple[dict[str, Json], list[str]]:
-    """What the viewer of trajectories shows, at most `most` bytes packed, and what is to be said of it."""
-    viewer_data = _viewer_data()
-    if viewer_data is None:
-        return {"runs": []}, ["This version has no viewer of trajectories."]
+def _viewer(workdirs: Sequence[Path], runs: Sequence[Run], most: int) -> dict[str, Json]:
+    """What the viewer of trajectories shows, at most `most` bytes packed."""
     share = most // max(len(runs), 1)
     pairs = zip(runs, workdirs, strict=True)
-    return {"runs": [{"name": run.name, "data": viewer_data(workdir, share)} for run, workdir in pairs]}, []
-
-
-def _viewer_data() -> Callable[[Path, int], dict[str, Json]] | None:
-    """Gives a folder's trajectories in at most so many bytes, packed; None where this version has no such thing."""
-    if importlib.util.find_spec(VIEWER) is None:
-        return None
-    return importlib.import_module(VIEWER).viewer_data
-
-
-def _there(names: Sequence[str]) -> list[str]:
-    return [name for name in names if (FOLDER / name).is_file()]
+    return {"runs": [{"name": run.name, "data": viewer_data(workdir, share)} for run, workdir in pairs]}
 
 
 def _asset(name: str) -> str:

@@ -105,8 +105,7 @@
   function fillRuns() {
     const {runs} = state.data, alone = runs.length === 1;
     $("runs").replaceChildren(...runs.map((run, i) => EnvaceTables.tile(run, EnvaceCharts.styleOf(i, 0, true), alone)));
-    const own = runs.flatMap(run => run.notes.map(note => alone ? note : `${run.name}: ${note}`));
-    const notes = [...state.data.notes, ...own];
+    const notes = runs.flatMap(run => run.notes.map(note => alone ? note : `${run.name}: ${note}`));
     $("notes").hidden = !notes.length;
     $("notes").replaceChildren(...notes.map(note => element("li", {}, note)));
     $("made").textContent = `made ${new Date(state.data.made).toLocaleString()}, envace_jax ${state.data.version}`;
