@@ -47,6 +47,7 @@ setup(
         "test": [
             *["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1"],
             *["ruff>=0.12", "mypy>=1.15"],
+            "pyte>=0.8.2",  # emulates the terminal that the live panel is looked at on
             *[*SERVE, "httpx>=0.28", "openai>=2.0"],  # the server and clients to try it with
         ],
         "serve": SERVE,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envace_jax.metrics import EVALUATION, read_json_lines
+from envace_jax.display import EVALUATION
+from envace_jax.metrics import read_json_lines
 
 # (title, y axis, ((metric, label), ...)); evaluations are drawn with markers because they are rare
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (

@@ -12,29 +12,18 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from envace_jax.progress import Progress
-from envace_jax.types import Trajectory
+from envace_jax.display import Display, evaluation_text, is_evaluation, open_display, step_text
+
+if TYPE_CHECKING:
+    from envace_jax.types import Trajectory  # brings jax, which takes seconds to import
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-EVALUATION = "eval_"  # what names of evaluation results begin with
-
-# The progress line: a text and the metrics in it.
-STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("reward {:.3f}", ("reward",)),
-    ("solved {:.2f}", ("solved",)),
-    ("fidelity {:.2f}", ("agreement",)),
-    ("|advantage| {:.3f} act {:.3f} rehearse", ("advantage_abs_act", "advantage_abs_rehearse")),
-    ("tokens {:.0f} act {:.0f} rehearse", ("tokens_act", "tokens_rehearse")),
-    ("logprob difference {:.1e} (max {:.1e})", ("logprob_diff", "logprob_diff_max")),
-    ("masked {:.0f}", ("masked",)),
-    ("{:.0f} tokens/s", ("tokens_per_second",)),
-)
 
 
 def json_line(value: Any) -> str:
@@ -78,7 +67,7 @@ class MetricsWriter:
         self.workdir = Path(workdir)
         self._files: dict[str, IO[str]] = {}
         self._board: Any = None
-        self._progress: Progress | None = None
+        self._display: Display | None = None
         self._enabled = enabled
         if not enabled:
             return
@@ -103,10 +92,11 @@ class MetricsWriter:
     def start(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:
         """Begins to show progress: `done` of `total` steps are behind. Without this call nothing is printed."""
         if self._enabled:
-            self._progress = Progress(total, done, stream)
+            evaluations = [record for record in read_json_lines(self.workdir / METRICS_FILE) if is_evaluation(record)]
+            self._display = open_display(total, done, str(self.workdir), stream, evaluations)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records and shows numbers of one step. Those of an evaluation have names that begin with `EVALUATION`."""
+        """Records and shows numbers of one step. Those of an evaluation have names that begin with "eval_"."""
         if not self._enabled:
             return
         self._append(METRICS_FILE, {"step": step, **values})
@@ -115,12 +105,17 @@ class MetricsWriter:
                 if isinstance(value, (int, float, np.number)) and math.isfinite(value):
                     self._board.add_scalar(name, float(value), step)
             self._board.flush()
-        if self._progress is None:
+        if self._display is None:
             return
-        if all(name.startswith(EVALUATION) for name in values):
-            self._progress.note(f"step {step} evaluation: {evaluation_text(values)}")
+        if is_evaluation(values):
+            self._display.evaluation(step, values, evaluation_text(step, values))
         else:
-            self._progress.step(step, step_text(values))
+            self._display.step(step, values, step_text(values))
+
+    def masked(self, reasons: Mapping[str, int]) -> None:
+        """Shows how many trajectories of the step that is written next are masked, by reason."""
+        if self._display is not None:
+            self._display.masked(reasons)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
         """Appends samples of a step's trajectories: the conversation, how it was judged, and every segment's tokens."""
@@ -137,13 +132,13 @@ class MetricsWriter:
 
     def note(self, text: str) -> None:
         """Shows a line that stays."""
-        if self._progress is not None:
-            self._progress.note(text)
+        if self._display is not None:
+            self._display.note(text)
 
     def within(self, text: str) -> None:
         """Shows how far the run is within a step, on a terminal."""
-        if self._progress is not None:
-            self._progress.within(text)
+        if self._display is not None:
+            self._display.within(text)
 
     def progress(self, finished: int, total: int, tokens: int) -> None:
         """Shows how far a rollout is, on a terminal."""
@@ -155,27 +150,13 @@ class MetricsWriter:
             file.close()
         if self._board is not None:
             self._board.close()
-        if self._progress is not None:
-            self._progress.close()
+        if self._display is not None:
+            self._display.close()
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         file = self._files[name]
         file.write(json_line(record) + "\n")
         file.flush()
-
-
-def step_text(values: Mapping[str, Any]) -> str:
-    """The numbers of a training step that a person follows, on one line; what is missing is left out."""
-    parts = []
-    for text, names in STEP_LINE:
-        if all(values.get(name) is not None for name in names):
-            parts.append(text.format(*(float(values[name]) for name in names)))
-    return "  ".join(parts)
-
-
-def evaluation_text(values: Mapping[str, Any]) -> str:
-    """An evaluation's numbers on one line."""
-    return "  ".join(f"{name.removeprefix(EVALUATION)} {float(value):.3f}" for name, value in values.items())
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The lines a person watches while a run goes on, with an estimate of the time left.
 
 On a terminal the line of the current step is rewritten in place; elsewhere every step gets a line of its own. It shows
-text and knows nothing of what the text means.
+text and knows nothing of what the text means. A training run on a terminal that can do more has `live.py` instead.
 """
 
 from __future__ import annotations
@@ -16,29 +16,57 @@ from typing import TextIO
 RECENT = 16  # steps that the estimate of the time left looks back on
 
 
+class Pace:
+    """How long steps take, and how long those that are left will."""
+
+    def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
+        self.total, self.last = total, done
+        self._clock, self._mark = clock, clock()
+        self._seconds: list[float] = []
+
+    def step(self, step: int) -> None:
+        """A step was finished now."""
+        now = self._clock()
+        if step > self.last:
+            self._seconds.append((now - self._mark) / (step - self.last))
+        self._mark, self.last = now, step
+
+    def pause(self) -> None:
+        """The time up to now is not counted as a step's."""
+        self._mark = self._clock()
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was seen, so that there is an estimate."""
+        return bool(self._seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What the last step took; 0 before the first."""
+        return self._seconds[-1] if self._seconds else 0.0
+
+    def left(self, running: bool = False) -> float:
+        """Seconds to the end by the median of recent steps, as of the last step, or with `running` as of now."""
+        usual, steps = statistics.median(self._seconds[-RECENT:] or [0.0]), self.total - self.last
+        spent = min(self._clock() - self._mark, usual) if running and steps else 0.0
+        return usual * steps - spent
+
+
 class Progress:
     """Shows steps `done` + 1 to `total` on `stream` (stdout when not given)."""
 
     def __init__(
         self, total: int, done: int = 0, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._total, self._last = total, done
+        self._pace = Pace(total, done, clock)
         self._stream = sys.stdout if stream is None else stream
         self._in_place = self._stream.isatty()
         self._shown = 0  # characters of the line that may be rewritten
-        self._clock = clock
-        self._mark = clock()
-        self._seconds: list[float] = []
 
     def step(self, step: int, text: str) -> None:
         """Shows the finished `step`: its text, how long it took, and the time left by the median of recent steps."""
-        now = self._clock()
-        if step > self._last:
-            self._seconds.append((now - self._mark) / (step - self._last))
-        self._mark, self._last = now, step
-        recent = self._seconds[-RECENT:] or [0.0]
-        left = statistics.median(recent) * (self._total - step)
-        line = f"step {step}/{self._total}  {text}  {recent[-1]:.1f} s/step  {duration(left)} left"
+        self._pace.step(step)
+        line = step_line(self._pace, text)
         if self._in_place:
             self._rewrite(line)
         else:
@@ -46,14 +74,15 @@ class Progress:
 
     def within(self, text: str) -> None:
         """Shows how far the current step is; on a terminal only."""
+        last, total = self._pace.last, self._pace.total
         if self._in_place:
-            self._rewrite(f"step {self._last + 1}/{self._total}  {text}" if self._last < self._total else text)
+            self._rewrite(f"step {last + 1}/{total}  {text}" if last < total else text)
 
     def note(self, text: str) -> None:
         """Prints a line that stays, such as an evaluation's result. The time up to here is not counted as a step's."""
         self.close()
         self._print(text)
-        self._mark = self._clock()
+        self._pace.pause()
 
     def close(self) -> None:
         """Ends the line that was being rewritten."""
@@ -70,6 +99,11 @@ class Progress:
     def _print(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
+
+
+def step_line(pace: Pace, text: str) -> str:
+    """What stands of a finished step: its number, its text, how long it took and how long the others will."""
+    return f"step {pace.last}/{pace.total}  {text}  {pace.seconds:.1f} s/step  {duration(pace.left())} left"
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ so that a resumed run repeats an unbroken one bit by bit. It knows every other m
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -176,6 +177,7 @@ def _train(
         done, seconds = step + 1, time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
+        writer.masked(collections.Counter(t.reason for t in trajectories if t.status == "failed"))
         writer.write(done, metrics)
         writer.write_trajectories(done, _samples(trajectories, config))
         progress["env_calls"] += hosts.total({"calls": envs.execution_count() - executed})["calls"]
