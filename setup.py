@@ -51,6 +51,8 @@ setup(
             *[*SERVE, "httpx>=0.28", "openai>=2.0"],  # the server and clients to try it with
         ],
         "serve": SERVE,
+        "wandb": ["wandb>=0.19"],  # logging.tracker
+        "trackio": ["trackio>=0.20"],
         "tpu": ["jax[tpu]"],
         "plan": ["libtpu==0.0.52"],  # compiles for TPUs on a machine without one; the one that jax 0.10.2 is made for
         "cuda": ["jax[cuda13]"],

@@ -260,6 +260,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
     tensorboard: bool = True
+    tracker: Literal["", "wandb", "trackio"] = ""  # metrics go there too; each is an extra of the package
     trajectories_per_step: int = 2  # written out to trajectories.jsonl
 
 
@@ -441,7 +442,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return f"a list of {typing.get_args(hint)[0].__name__}"
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(typing.get_args(hint))}"
+        return f"one of {', '.join(option or repr(option) for option in typing.get_args(hint))}"
     if hint is float:
         return "a finite number"
     return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -19,6 +19,7 @@ import numpy as np
 from envace_jax.display import Display, evaluation_text, is_evaluation, open_display, step_text
 
 if TYPE_CHECKING:
+    from envace_jax.trackers import Tracker
     from envace_jax.types import Trajectory  # brings jax, which takes seconds to import
 
 METRICS_FILE = "metrics.jsonl"
@@ -62,11 +63,18 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, workdir: Path | str, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True
+        self,
+        workdir: Path | str,
+        tensorboard: bool = True,
+        resume_step: int = 0,
+        *,
+        enabled: bool = True,
+        tracker: Tracker | None = None,
     ) -> None:
         self.workdir = Path(workdir)
         self._files: dict[str, IO[str]] = {}
         self._board: Any = None
+        self._tracker = tracker
         self._display: Display | None = None
         self._enabled = enabled
         if not enabled:
@@ -100,11 +108,13 @@ class MetricsWriter:
         if not self._enabled:
             return
         self._append(METRICS_FILE, {"step": step, **values})
+        known = {name: float(value) for name, value in values.items() if _is_finite(value)}
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float, np.number)) and math.isfinite(value):
-                    self._board.add_scalar(name, float(value), step)
+            for name, value in known.items():
+                self._board.add_scalar(name, value, step)
             self._board.flush()
+        if self._tracker is not None:
+            self._tracker.log(step, known)
         if self._display is None:
             return
         if is_evaluation(values):
@@ -229,6 +239,10 @@ def _record(path: Path, number: int, line: bytes, count: int) -> dict[str, Any] 
     if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number + 1}: not a JSON object")
     return record
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

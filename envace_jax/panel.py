@@ -37,7 +37,7 @@ SECOND: tuple[Number, ...] = (
 )
 SPEED: Number = ("speed", "{:,.0f} tokens/s", ("tokens_per_second",))
 BESIDE = 70  # columns from which on the lists stand beside each other
-FIRST_WIDTH = 32  # columns of the first
+FIRST_WIDTH = 33  # columns of the first
 REASONS = 2  # the most frequent reasons that are shown
 
 
@@ -102,7 +102,7 @@ def _progress(view: View, width: int) -> RenderableType:
     if room < 8:
         return Text(f"{steps}  {left}", "bold")
     grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=max(view.total, 1), completed=view.done, width=room)
+    bar = ProgressBar(total=max(view.total, 1), completed=view.done, width=room, complete_style="cyan")
     grid.add_row(Text(steps, "bold"), bar, share, left)
     return grid
 

@@ -22,7 +22,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import config as configuration
-from envace_jax import envs, evaluate, fidelity, hosts, parts, players, sharding, task_sampling, users, workfolder
+from envace_jax import (
+    envs,
+    evaluate,
+    fidelity,
+    hosts,
+    parts,
+    players,
+    sharding,
+    task_sampling,
+    trackers,
+    users,
+    workfolder,
+)
 from envace_jax.batching import deal_rows, make_batch, role_tokens
 from envace_jax.buckets import row_shapes, row_tokens
 from envace_jax.checkpoint import Checkpoints
@@ -90,6 +102,8 @@ def run(
     Every refusal comes before the first file is written, and nearly all before the model is loaded.
     """
     began = time.time()
+    tracking = config.logging.tracker if hosts.first() else ""
+    trackers.check(tracking)
     workfolder.check(workdir, config)
     workfolder.check_shared(workdir)
     with contextlib.ExitStack() as opened:
@@ -108,8 +122,11 @@ def run(
         state, progress = _resume(checkpoints, state)
         progress |= kept
         began -= progress["seconds"]
+        tracker = opened.enter_context(
+            trackers.following(tracking, workdir, kept["config"], resumed=progress["step"] > 0)
+        )
         with MetricsWriter(
-            workdir, config.logging.tensorboard, resume_step=progress["step"], enabled=hosts.first()
+            workdir, config.logging.tensorboard, resume_step=progress["step"], enabled=hosts.first(), tracker=tracker
         ) as writer:
             workfolder.claim(workdir, config, progress["step"])
             writer.start(total=config.steps, done=progress["step"])
