@@ -46,7 +46,7 @@ setup(
         # CPU build to install.
         "test": [
             *["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "transformers>=5.0", "jinja2>=3.1"],
-            *["ruff>=0.12", "mypy>=1.15"],
+            *["ruff>=0.12", "mypy>=1.15", "setuptools>=77"],  # the last builds the wheel that is tried
             "pyte>=0.8.2",  # emulates the terminal that the live panel is looked at on
             *[*SERVE, "httpx>=0.28", "openai>=2.0"],  # the server and clients to try it with
         ],
