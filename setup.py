@@ -53,6 +53,8 @@ setup(
         "serve": SERVE,
         "wandb": ["wandb>=0.19"],  # logging.tracker
         "trackio": ["trackio>=0.20"],
+        # The site of docs/: its look, the reference out of docstrings, and equations as MathML, which need no script.
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30,<2", "latex2mathml>=3.77,<4"],
         "tpu": ["jax[tpu]"],
         "plan": ["libtpu==0.0.52"],  # compiles for TPUs on a machine without one; the one that jax 0.10.2 is made for
         "cuda": ["jax[cuda13]"],
