@@ -28,7 +28,12 @@ class Stream:
     """One causal sequence of tokens: the prompt and completion of its last segment, which extends all before it."""
 
     parts: list[tuple[Segment, float]]  # segments in order, each with its advantage
-    owner: str  # "task t attempt a", for errors
+    places: list[int]  # of the segments in their trajectory
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any segment has an advantage."""
+        return any(advantage for _, advantage in self.parts)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -105,7 +110,7 @@ def make_batch(
     stats = {f"trained_tokens_{role.name.lower()}": float(_sampled(streams, role)) for role in ROLES}
     before = sum(map(len, streams))
     if drop_zero_advantage:
-        streams = [stream for stream in streams if any(advantage for _, advantage in stream.parts)]
+        streams = [stream for stream in streams if stream.teaches]
     kept = sum(map(len, streams))
     if layout == "shared":
         rows = _pack_shared(streams, row_length)
@@ -124,6 +129,17 @@ def make_batch(
         "dropped_tokens": float(before - kept),
     }
     return batch, stats
+
+
+def segments_trained(
+    trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray], *, layout: str, drop_zero_advantage: bool
+) -> list[np.ndarray]:
+    """bool[segments] of each trajectory: whether `make_batch` has the segment's tokens in the loss mask."""
+    found = [np.zeros(len(trajectory.segments), bool) for trajectory in trajectories]
+    for trajectory, values, trained in zip(trajectories, advantages, found, strict=True):
+        for stream in _streams(trajectory, values, merge=layout != "segment") if trajectory.status == "ok" else ():
+            trained[stream.places] = stream.teaches or not drop_zero_advantage
+    return found
 
 
 def role_tokens(stats: Mapping[str, float]) -> np.ndarray:
@@ -164,12 +180,13 @@ def _streams(trajectory: Trajectory, values: np.ndarray, merge: bool) -> list[St
     """The trajectory's streams in order of their first segment; each role continues only its own last stream."""
     streams: list[Stream] = []
     last: dict[Role, Stream] = {}
-    for segment, value in zip(trajectory.segments, values, strict=True):
+    for place, (segment, value) in enumerate(zip(trajectory.segments, values, strict=True)):
         open_stream = last.get(segment.role)
         if merge and open_stream is not None and _continues(open_stream, segment):
             open_stream.parts.append((segment, float(value)))
+            open_stream.places.append(place)
             continue
-        stream = Stream([(segment, float(value))], f"task {trajectory.task_id!r} attempt {trajectory.attempt}")
+        stream = Stream([(segment, float(value))], [place])
         streams.append(stream)
         last[segment.role] = stream
     return streams

@@ -300,20 +300,24 @@ def on_too_long(episode: Episode) -> Episode:
 
 
 def as_trajectory(episode: Episode) -> Trajectory:
-    """The finished episode. Its reward is the mean over the task's user turns; turns not judged count 0."""
+    """The finished episode."""
     _expect(episode, Need.NOTHING)
-    earned = sum(score.reward for score in episode.turn_scores) / max(len(episode.task.user_turns), 1)
     return Trajectory(
         task_id=episode.task.task_id,
         group_id=episode.group_id,
         attempt=episode.attempt,
         segments=episode.segments,
-        reward=float("nan") if episode.status == "failed" else min(max(earned, 0.0), 1.0),
+        reward=float("nan") if episode.status == "failed" else earned(episode.task, episode.turn_scores),
         status=episode.status,
         reason=episode.reason,
         messages=episode.messages,
         turn_scores=episode.turn_scores,
     )
+
+
+def earned(task: Task, scores: Sequence[TurnScore]) -> float:
+    """The reward of a trajectory: the mean over the task's user turns; turns not judged count 0."""
+    return min(max(sum(score.reward for score in scores) / max(len(task.user_turns), 1), 0.0), 1.0)
 
 
 def check_room(prompts: Prompts, limits: Limits, task: Task, answered_by: Need, prompt_length: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -20,7 +20,7 @@ from envace_jax.display import Display, evaluation_text, is_evaluation, open_dis
 
 if TYPE_CHECKING:
     from envace_jax.trackers import Tracker
-    from envace_jax.types import Trajectory  # brings jax, which takes seconds to import
+    from envace_jax.types import Segment, Task, Trajectory, TurnScore  # brings jax, which takes seconds to import
 
 METRICS_FILE = "metrics.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
@@ -40,7 +40,7 @@ def write_json_atomic(path: Path | str, value: Any) -> None:
 
 def write_text_atomic(path: Path | str, text: str) -> None:
     """Writes a file of UTF-8 text; a reader sees the whole old file or the whole new one."""
-    _write_atomic(Path(path), text.encode())
+    write_atomic(Path(path), text.encode())
 
 
 def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ class MetricsWriter:
         names = (METRICS_FILE, TRAJECTORIES_FILE)
         cut = _cut([self.workdir / name for name in names], resume_step if resume_step > 0 else -1)
         for path, content in cut.items():  # all are readable, or none is rewritten
-            _write_atomic(path, content)
+            write_atomic(path, content)
         for name in names:
             self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
         if tensorboard:
@@ -127,11 +127,12 @@ class MetricsWriter:
         if self._display is not None:
             self._display.masked(reasons)
 
-    def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """Appends samples of a step's trajectories: the conversation, how it was judged, and every segment's tokens."""
+    def write_trajectories(self, step: int, trajectories: Iterable[tuple[Trajectory, Lesson | None]]) -> None:
+        """Appends samples of a step's trajectories: the conversation, how it was judged, every segment's tokens, and
+        what was learned from them."""
         if self._enabled:
-            for trajectory in trajectories:
-                self._append(TRAJECTORIES_FILE, {"step": step, **trajectory_record(trajectory)})
+            for trajectory, lesson in trajectories:
+                self._append(TRAJECTORIES_FILE, {"step": step, **trajectory_record(trajectory, lesson)})
 
     def curves(self, path: Path | str) -> None:
         """Draws all steps so far as a PNG."""
@@ -169,28 +170,72 @@ class MetricsWriter:
         file.flush()
 
 
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as JSON values. Prompts are given by their length: they follow from the conversation."""
-    return {
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """What a trajectory was to the step that learned from it, and the texts that tell of it without a tokenizer."""
+
+    task: Task
+    advantages: np.ndarray  # f32[segments]
+    trained: np.ndarray  # bool[segments]: all tokens of the segment are in the loss mask, or none is
+    piece: Callable[[int], str]  # the text of a token
+
+
+def trajectory_record(trajectory: Trajectory, lesson: Lesson | None = None) -> dict[str, Any]:
+    """A trajectory as JSON values. Prompts are given by their length: they follow from the conversation.
+
+    With a lesson it has the task, and of each segment the advantage (None where it is not trained) and the tokens'
+    texts.
+    """
+    record = {
         "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
         "attempt": trajectory.attempt,
         "reward": trajectory.reward,
         "status": trajectory.status,
         "reason": trajectory.reason,
-        "turns": [dataclasses.asdict(score) for score in trajectory.turn_scores],
+        "turns": [_turn(score) for score in trajectory.turn_scores],
         "messages": list(trajectory.messages),
-        "segments": [
-            {
-                "role": segment.role.name.lower(),
-                "turn": segment.turn,
-                "finish_reason": segment.finish_reason,
-                "policy_version": segment.policy_version,
-                "prompt_length": len(segment.prompt_tokens),
-                "tokens": segment.tokens,
-                "logprobs": np.round(segment.logprobs.astype(np.float64), 4),
-            }
-            for segment in trajectory.segments
+    }
+    if lesson is not None:
+        record["task"] = _task(lesson.task)
+    return record | {
+        "segments": [_segment(segment, place, lesson) for place, segment in enumerate(trajectory.segments)]
+    }
+
+
+def _turn(score: TurnScore) -> dict[str, Any]:
+    words = score.words or [""] * len(score.verdicts)
+    return {"reward": score.reward, "verdicts": score.verdicts, "proceed": score.proceed, "words": words}
+
+
+def _task(task: Task) -> dict[str, Any]:
+    return {
+        "user_turns": task.user_turns,
+        "checklist": [
+            [{"question": item.question, "weight": item.weight, "check": item.check} for item in turn]
+            for turn in task.checklist
         ],
+        "reference": [[{"name": call.name, "arguments": call.arguments}, result] for call, result in task.reference],
+    }
+
+
+def _segment(segment: Segment, place: int, lesson: Lesson | None) -> dict[str, Any]:
+    record = {
+        "role": segment.role.name.lower(),
+        "turn": segment.turn,
+        "finish_reason": segment.finish_reason,
+        "policy_version": segment.policy_version,
+        "prompt_length": len(segment.prompt_tokens),
+        "tokens": segment.tokens,
+        "logprobs": np.round(segment.logprobs.astype(np.float64), 4),
+    }
+    if lesson is None:
+        return record
+    trained = bool(lesson.trained[place])
+    return record | {
+        "pieces": [lesson.piece(token) for token in segment.tokens.tolist()],
+        "advantage": float(lesson.advantages[place]) if trained else None,
+        "trained": trained,
     }
 
 
@@ -205,7 +250,7 @@ def drop_lines_after(path: Path | str, step: int) -> None:
     Lines that stay are kept byte by byte. Raises ValueError naming the line when one has no integer "step".
     """
     for file, content in _cut([Path(path)], step).items():
-        _write_atomic(file, content)
+        write_atomic(file, content)
 
 
 def _cut(paths: Iterable[Path], step: int) -> dict[Path, bytes]:
@@ -257,7 +302,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
+    """A reader sees the whole old file or the whole new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -133,9 +133,9 @@ def slot_use(before: tuple[int, int], after: tuple[int, int]) -> Stats:
     return {"slot_use": busy / offered} if offered else {}
 
 
-def frozen_stats(cast: Cast) -> Stats:
+def frozen_stats(learners: Mapping[str, tuple[Role, ...]]) -> Stats:
     """What is to be said of the advantages of a role that nobody learns: whatever they would be, they are not used."""
-    learned = {role for roles in cast.learners.values() for role in roles}
+    learned = {role for roles in learners.values() for role in roles}
     return {f"advantage_abs_{role.name.lower()}": 0.0 for role in ROLES if role not in learned}
 
 

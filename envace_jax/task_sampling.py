@@ -88,17 +88,17 @@ def of_step(
 ) -> Gathered:
     """The attempts of a step; `drawn` is brought up to date. `play` is given tasks and the first one's group id."""
     most = data.tasks_per_step * (1 + data.extra_rollouts * data.filter_zero_variance)  # groups of any step
-    gathered = gather(
+    found = gather(
         candidates(stream, step, drawn, by=data.sampling, refilled=data.filter_zero_variance),
         data.tasks_per_step,
         lambda tasks, before: play(tasks, step * most + before),
         filtered=data.filter_zero_variance,
         extra_rollouts=data.extra_rollouts,
     )
-    drawn.taken += gathered.taken
+    drawn.taken += found.taken
     if data.sampling == "success":
-        drawn.note(gathered.trajectories)
-    return gathered
+        drawn.note(found.trajectories)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def gather(
     trajectories = list(play(tasks, 0))
     taken = len(tasks)
     if not filtered:
-        return Gathered(tuple(tasks), tuple(trajectories), tuple(trajectories), taken)
+        return gathered(tasks, trajectories, taken, filtered=False)
     attempted = {task.task_id for task in tasks}
     for _ in range(extra_rollouts):
         more: list[Task] = []
@@ -152,9 +152,15 @@ def gather(
             break
         trajectories += play(more, len(tasks))
         tasks += more
-    kept = informative_groups(trajectories)
-    trained = tuple(trajectory for trajectory in trajectories if trajectory.group_id in kept)
-    return Gathered(tuple(tasks), tuple(trajectories), trained, taken)
+    return gathered(tasks, trajectories, taken, filtered=True)
+
+
+def gathered(tasks: Iterable[Task], trajectories: Iterable[Trajectory], taken: int, *, filtered: bool) -> Gathered:
+    """The attempts, and those that are trained on: all, or if `filtered` the informative groups'."""
+    whole = tuple(trajectories)
+    kept = informative_groups(whole) if filtered else {trajectory.group_id for trajectory in whole}
+    trained = tuple(trajectory for trajectory in whole if trajectory.group_id in kept)
+    return Gathered(tuple(tasks), whole, trained, taken)
 
 
 def informative_groups(trajectories: Iterable[Trajectory]) -> set[int]:

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from envace_jax import config as configuration
 from envace_jax import (
     envs,
     evaluate,
     fidelity,
     hosts,
+    learning,
     parts,
     players,
     sharding,
@@ -35,16 +34,16 @@ from envace_jax import (
     users,
     workfolder,
 )
-from envace_jax.batching import deal_rows, make_batch, role_tokens
-from envace_jax.buckets import row_shapes, row_tokens
+from envace_jax import config as configuration
+from envace_jax.buckets import row_shapes
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
 from envace_jax.data import TaskStream
 from envace_jax.envs import tiny
 from envace_jax.episode import Limits
-from envace_jax.grpo import role_advantages
 from envace_jax.inputs import Inputs, read_inputs
+from envace_jax.learning import Learned, Learner, Metrics, Rollouts, learn_from
 from envace_jax.lora import joined
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, peft, qwen
@@ -52,26 +51,18 @@ from envace_jax.players import Cast, State
 from envace_jax.responders import Responder
 from envace_jax.rewards import Reward, choose
 from envace_jax.rewards.checklist import ChecklistReward
-from envace_jax.roles import Prompts
 from envace_jax.rollout import Player, rollout
 from envace_jax.stopping import Stopped
-from envace_jax.task_sampling import Drawn, Gathered
-from envace_jax.train_step import init_train_state
-from envace_jax.types import Params, Role, Task, TrainBatch, TrainState, Trajectory
+from envace_jax.task_sampling import Drawn
+from envace_jax.types import Params, Role, Task, TrainState, Trajectory
 from envace_jax.warm_up import warm_up
-
-Metrics = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class Setup(Learner):
     """Everything that stays the same during a run."""
 
-    config: RunConfig
-    mesh: Mesh
-    model: qwen.QwenConfig
     folder: Path  # where the model came from
-    prompts: Prompts
     limits: Limits
     cast: Cast  # the samplers, and who plays and learns which role
     responder: Responder
@@ -81,10 +72,6 @@ class Setup:
     rehearsable: Sequence[Task]  # those with a call to hold out, where the configuration holds any out
     heldout: tuple[Task, ...]
     unseen: tuple[Task, ...]
-    train_step: Any
-    score_step: Any
-    reference: Params | None  # parameters of the reference policy, only where the loss has a KL term
-    base: Params | None = None  # with LoRA: the frozen parameters that the state's adapters go with
 
 
 def run(
@@ -190,13 +177,14 @@ def _train(
             checkpoints.wait()
             raise Stopped(step)
         started, executed = time.time(), envs.execution_count()
-        state, metrics, trajectories = iterate(setup, state, step, writer, drawn)
-        done, seconds = step + 1, time.time() - started
+        done = step + 1
+        keep = functools.partial(_keep, setup, writer)
+        state, metrics, trajectories = iterate(setup, state, step, writer, drawn, keep)
+        seconds = time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
         writer.masked(collections.Counter(t.reason for t in trajectories if t.status == "failed"))
         writer.write(done, metrics)
-        writer.write_trajectories(done, _samples(trajectories, config))
         progress["env_calls"] += hosts.total({"calls": envs.execution_count() - executed})["calls"]
         if _due(done, config.evaluation.every, config.steps):
             progress["evaluations"].append(_evaluate(setup, state, done, writer))
@@ -217,45 +205,37 @@ def _train(
 
 
 def iterate(
-    setup: Setup, state: State, step: int, writer: MetricsWriter | None = None, drawn: Drawn | None = None
-) -> tuple[State, Metrics, list[Trajectory]]:
+    setup: Setup, state: State, step: int, writer: MetricsWriter | None = None, drawn: Drawn | None = None,
+    keep: Callable[[Rollouts, Learned], None] = lambda *_: None,
+) -> tuple[State, Metrics, list[Trajectory]]:  # fmt: skip
     """One step of role-wise GRPO from data to updated parameters: the new state, metrics, and the tasks' trajectories.
 
     `drawn` is what the steps before drew, and is brought up to date; by default that of a run whose options need none.
+    `keep` is told what the step's rollouts gave, and what was learned from them.
     """
-    config, grpo = setup.config, setup.config.grpo
+    config = setup.config
     drawn = Drawn(step * config.data.tasks_per_step) if drawn is None else drawn
     slots = setup.cast.slot_steps()
-    gathered, rehearsed = _sample(setup, state, step, writer, drawn)
-    choose.check_masked(gathered.trajectories, config.reward.most_masked)
+    rollouts = _sample(setup, state, step, writer, drawn)
+    trajectories = rollouts.gathered.trajectories
+    choose.check_masked(trajectories, config.reward.most_masked)
     if isinstance(setup.responder, players.Simulator):
-        setup.responder.count(gathered.trajectories if hosts.first() else ())  # all processes have all of them
+        setup.responder.count(trajectories if hosts.first() else ())  # all processes have all of them
     setup.cast.reset()  # the caches make room for the train step
     if (judge := getattr(setup.reward, "model", None)) is not None:
         judge.reset()
     sampled = time.time()
-    advantages_of = functools.partial(
-        role_advantages, baseline=grpo.baseline, scale=grpo.scale, singleton=grpo.singleton
-    )
-    advantages, advantage_stats = advantages_of(gathered.trained)
-    advantages += [config.fidelity.weight * values for values in advantages_of(rehearsed)[0]]
-    state, metrics = learn(setup, state, [*gathered.trained, *rehearsed], advantages)
-    metrics |= advantage_stats | players.frozen_stats(setup.cast) | players.slot_use(slots, setup.cast.slot_steps())
+    learned = learn_from(setup, state, rollouts)
     asked = (("judge", setup.reward), ("external", setup.responder), ("user", setup.user))
     counts = {f"{who}_{name}": n for who, model in asked for name, n in dict(getattr(model, "counts", {})).items()}
+    metrics = learned.metrics | players.slot_use(slots, setup.cast.slot_steps())
     metrics |= {name: float(count) for name, count in hosts.total(counts).items()}
-    metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
-    if config.data.filter_zero_variance:
-        metrics |= gathered.metrics(config.data.attempts)
-    if config.fidelity.calls_per_step:
-        metrics |= fidelity.metrics(rehearsed)
-        metrics["sampled_tokens"] += metrics["fidelity_tokens"]
-    return state, metrics | {"train_seconds": time.time() - sampled}, list(gathered.trajectories)
+    metrics["train_seconds"] = time.time() - sampled
+    keep(rollouts, learned)
+    return learned.state, metrics, list(trajectories)
 
 
-def _sample(
-    setup: Setup, state: State, step: int, writer: MetricsWriter | None, drawn: Drawn
-) -> tuple[Gathered, list[Trajectory]]:
+def _sample(setup: Setup, state: State, step: int, writer: MetricsWriter | None, drawn: Drawn) -> Rollouts:
     """The step's attempts at tasks, and its rehearsals of held-out results. Decoding's parameters end with it."""
     config = setup.config
     act, rehearser = setup.cast.players(state)
@@ -271,46 +251,16 @@ def _sample(
         )  # fmt: skip
 
     gathered = task_sampling.of_step(config.data, setup.stream, step, drawn, play)
-    return gathered, fidelity.of_step(config, setup.rehearsable, rehearser or act, setup.prompts, step)
+    rehearsed = fidelity.of_step(config, setup.rehearsable, rehearser or act, setup.prompts, step)
+    return Rollouts(step, gathered, tuple(rehearsed))
 
 
-def learn(
-    setup: Setup, state: State, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray]
-) -> tuple[State, Metrics]:
-    """One optimizer step of everything that is trained, each on the tokens of its own roles. The state is donated."""
-    batch_stats: list[Metrics] = []
-    stats: dict[str, Any] = {}
-    for name, roles in setup.cast.learners.items():
-        own = players.of_roles(trajectories, advantages, roles)
-        batch, counts = _batch(setup, *own, setup.config.batch.row_buckets)
-        new, stats[name] = _update(setup, players.part(state, name), batch, counts)
-        state = players.with_part(state, name, new)
-        batch_stats.append(counts)
-    plain = {name: {key: float(value) for key, value in own.items()} for name, own in jax.device_get(stats).items()}
-    counts = players.joined_batch_stats(batch_stats)
-    return state, players.joined_stats(plain) | {f"batch_{name}": value for name, value in counts.items()}
-
-
-def _batch(
-    setup: Setup, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray], row_buckets: Sequence[int]
-) -> tuple[TrainBatch, Metrics]:
-    """The trajectories as training rows on the host, and the statistics of `make_batch`."""
-    chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
-    batch, stats = make_batch(
-        trajectories, advantages, layout=chosen.layout, row_length=row_tokens(chosen.row_length),
-        rows_multiple=chosen.rows_multiple * shards, row_buckets=row_buckets, pad_id=setup.prompts.chat.pad_id,
-        drop_zero_advantage=chosen.drop_zero_advantage,
-    )  # fmt: skip
-    return deal_rows(batch, shards), stats
-
-
-def _update(setup: Setup, state: TrainState, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainState, Any]:
-    """One optimizer step, and its statistics on the device. The state is donated."""
-    device_batch = hosts.put(batch, sharding.batch_sharding(setup.mesh))
-    counts = hosts.put(role_tokens(batch_stats), sharding.replicated(setup.mesh))
-    with jax.transfer_guard("disallow"):
-        reference = None if setup.reference is None else setup.score_step(setup.reference, device_batch)
-        return setup.train_step(state, device_batch, reference, counts, setup.base)
+def _keep(setup: Setup, writer: MetricsWriter, rollouts: Rollouts, learned: Learned) -> None:
+    """Writes samples of a step's trajectories: the first attempts at different tasks."""
+    config = setup.config
+    lessons = learning.lessons(config, setup.prompts.chat, rollouts, learned)
+    told = list(zip(rollouts.gathered.trajectories, lessons, strict=True))
+    writer.write_trajectories(rollouts.step + 1, told[:: config.data.attempts][: config.logging.trajectories_per_step])
 
 
 def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None) -> State:
@@ -321,7 +271,7 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
     chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
 
     def update(state: TrainState, rows: int) -> TrainState:
-        return _update(setup, state, *_batch(setup, [], [], (rows,)))[0]
+        return learning.update(setup, state, *learning.make_rows(setup, [], [], (rows,)))[0]
 
     def samplers() -> list[Player]:
         judge = getattr(setup.reward, "model", None)  # of a reward that asks a model in this process
@@ -334,25 +284,6 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
         row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
     )  # fmt: skip
     return players.with_part(state, name, warm)
-
-
-def rollout_metrics(trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Metrics:
-    """What a step's trajectories say of the policy; masked ones count only as masked."""
-    scored = [trajectory for trajectory in trajectories if trajectory.status == "ok"]
-    rewards = [trajectory.reward for trajectory in scored]
-    by_id = {task.task_id: task for task in tasks}
-    metrics = {
-        "reward": float(np.mean(rewards)) if rewards else float("nan"),
-        "solved": float(np.mean([reward >= evaluate.FULL_REWARD for reward in rewards])) if rewards else float("nan"),
-        "masked": float(len(trajectories) - len(scored)),
-        "segments": float(sum(len(trajectory.segments) for trajectory in trajectories)),
-        "sampled_tokens": float(sum(len(s.tokens) for trajectory in trajectories for s in trajectory.segments)),
-        "agreement": evaluate.agreement(scored, by_id),
-    }
-    for trajectory in trajectories:
-        name = f"ended_{evaluate.end_reason(trajectory)}"
-        metrics[name] = metrics.get(name, 0.0) + 1.0
-    return metrics
 
 
 # --- setting up ---
@@ -373,31 +304,21 @@ def build(
     """
     reward = ChecklistReward() if reward is None else reward
     inputs = read_inputs(config, reward) if inputs is None else inputs
-    chat = inputs.chat
-    adapts = config.lora.rank > 0
-    model, params = hf.load(inputs.folder, mesh, config.model.param_dtype, adapts and parts.quantizes(config))
-    policy, base = parts.make_policy(config, model, mesh), None
-    if adapts:
-        base, params = params, parts.make_adapters(config, policy, model, mesh, inputs.adapters)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    steps = parts.make_steps(config, policy, chat.vocab_size, mesh, shardings)
-    prompts, limits = parts.make_prompts(config, chat), parts.make_limits(config)
+    learner, state = learning.load(config, mesh, inputs.folder, inputs.chat, inputs.adapters)
     if (judge := getattr(reward, "model", None)) is not None:
-        parts.bind_judge(config, judge, chat, mesh)
+        parts.bind_judge(config, judge, inputs.chat, mesh)
+    policy, model, base = learner.policy, learner.model, learner.base
+    frozen = _frozen(config, mesh, inputs, model, base)
     setup = Setup(
-        config=config, mesh=mesh, model=model, folder=inputs.folder, prompts=prompts, limits=limits,
-        cast=parts.make_cast(config, policy, model, chat, mesh, _frozen(config, mesh, inputs, model, base), base),
-        responder=parts.make_responder(config, prompts, workdir),
+        **vars(learner), folder=inputs.folder, limits=parts.make_limits(config),
+        cast=parts.make_cast(config, policy, model, inputs.chat, mesh, frozen, base),
+        responder=parts.make_responder(config, learner.prompts, workdir),
         reward=reward, user=user,
         stream=TaskStream(inputs.tasks, config.data.tasks_per_step, config.data.seed),
         rehearsable=fidelity.rehearsable(config, inputs.tasks),
         heldout=inputs.heldout, unseen=inputs.unseen,
-        train_step=steps.train, score_step=steps.score,
-        reference=_reference(config, params, base), base=base,
     )  # fmt: skip
-    return setup, players.begin(
-        setup.cast.kind, params, lambda own: init_train_state(own, steps.optimizer, mesh, shardings)
-    )
+    return setup, state
 
 
 def _frozen(
@@ -409,13 +330,6 @@ def _frozen(
     if base is not None and inputs.frozen == inputs.folder:
         return model, base
     return hf.load(inputs.frozen, mesh, config.model.param_dtype, parts.quantizes(config))
-
-
-def _reference(config: RunConfig, params: Params, base: Params | None) -> Params | None:
-    """The reference policy of the KL term: what training starts from, or the base without adapters, which stays."""
-    if not config.grpo.kl_coef:
-        return None
-    return jax.tree.map(jnp.copy, params) if base is None else base
 
 
 # --- evaluation, checkpoints, summary ---
@@ -457,11 +371,6 @@ def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> d
     # Checkpoints keep this as plain JSON, which has no nan.
     known = {name: value if np.isfinite(value) else None for name, value in values.items()}
     return {"step": step, "seconds": time.time() - started, "values": known}
-
-
-def _samples(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
-    """The first attempts at different tasks, as many as are to be written out."""
-    return list(trajectories[:: config.data.attempts][: config.logging.trajectories_per_step])
 
 
 def _due(done: int, every: int, last: int) -> bool:

@@ -103,6 +103,8 @@ class TurnScore:
     reward: float
     verdicts: tuple[bool, ...]
     proceed: bool
+    # What a judge said of each item, "" where a program checked; () where nobody told. No part of the score.
+    words: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

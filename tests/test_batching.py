@@ -277,7 +277,7 @@ def test_bundles_hold_the_fewest_tokens_of_all_cuts(prompts, limit):
         ends = range(1, len(streams) + 1)
         return min((cost(streams[:end]) + cheapest(streams[end:]) for end in ends), default=0)
 
-    streams = [batching.Stream([(segment(Role.ACT, tokens[:-1], [5]), 1.0)], "") for tokens in ordered]
+    streams = [batching.Stream([(segment(Role.ACT, tokens[:-1], [5]), 1.0)], [0]) for tokens in ordered]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batching, "LEAST_SHARED", 1)
         bundles = batching._bundle(streams, batching._shared_with_previous(streams), limit)

@@ -16,7 +16,7 @@ import scripted
 from train_helpers import tiny_config
 
 from envace_jax import config as configuration
-from envace_jax import envs, fidelity, inputs, train
+from envace_jax import envs, fidelity, inputs, learning, train
 from envace_jax.chat import render_call
 from envace_jax.envs import tiny
 from envace_jax.evaluate import calls_of
@@ -178,13 +178,13 @@ def test_rehearsals_are_rewarded_in_groups_of_their_own():
 
 def test_a_step_trains_them_beside_the_tasks_and_mixes_no_baseline(monkeypatch):
     """The tasks' trajectories and advantages are those of a step without them; no environment is asked."""
-    batches, make_batch = [], train.make_batch
+    batches, make_batch = [], learning.make_batch
 
     def watched(trajectories, advantages, **options):
         batches.append((list(trajectories), [values.copy() for values in advantages]))
         return make_batch(trajectories, advantages, **options)
 
-    monkeypatch.setattr(train, "make_batch", watched)
+    monkeypatch.setattr(learning, "make_batch", watched)
     count = itertools.count()
     monkeypatch.setattr(
         fidelity, "matches", lambda *_: next(count) % 3 == 0

@@ -63,10 +63,10 @@ def test_one_line_per_write_is_on_disk_at_once(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"reward": np.float32(0.5), "note": "x", "missing": math.nan})
         assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 0.5, "note": "x", "missing": None}]
-        writer.write_trajectories(1, [make_trajectory(), make_trajectory(math.nan)])
+        writer.write_trajectories(1, [(make_trajectory(), None), (make_trajectory(math.nan), None)])
         first, second = lines(tmp_path / "trajectories.jsonl")
     assert first["step"] == 1 and first["task_id"] == "task-1" and first["messages"][0]["content"] == "hé"
-    assert first["turns"] == [{"reward": 0.5, "verdicts": [True, False], "proceed": True}]
+    assert first["turns"] == [{"reward": 0.5, "verdicts": [True, False], "proceed": True, "words": ["", ""]}]
     assert first["segments"] == [
         {
             "role": "rehearse",
@@ -89,7 +89,7 @@ def test_resume_drops_later_steps_and_a_cut_off_line(tmp_path: Path, name: str) 
     with MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer:
         assert path.read_bytes() == kept
         writer.write(3, {"new": 1})
-        writer.write_trajectories(3, [make_trajectory()])
+        writer.write_trajectories(3, [(make_trajectory(), None)])
     assert [record["step"] for record in lines(path)] == [0, 1, 2, 2, 3]
 
 
@@ -132,7 +132,7 @@ def test_a_disabled_writer_touches_and_prints_nothing(tmp_path: Path, capsys: py
     with MetricsWriter(tmp_path / "run", enabled=False) as writer:
         writer.start(total=3)
         writer.write(1, {"reward": 1.0})
-        writer.write_trajectories(1, [make_trajectory()])
+        writer.write_trajectories(1, [(make_trajectory(), None)])
         writer.progress(1, 2, 3)
         writer.curves(tmp_path / "curves.png")
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""

@@ -15,7 +15,7 @@ from test_train import run_killed_at, untimed
 from train_helpers import ROOT, bits, tiny_config
 
 from envace_jax import config as configuration
-from envace_jax import parts, players, train, train_step
+from envace_jax import learning, parts, players, train, train_step
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.grpo import role_advantages
 from envace_jax.inputs import read_inputs
@@ -120,13 +120,13 @@ def test_an_update_depends_on_the_learners_own_tokens_alone(steps):
 def test_advantages_of_one_role_reach_only_its_own_learner(steps):
     step = steps["separate"]
     advantages, _ = role_advantages(step.trajectories)
-    plain, _ = train.learn(step.setup, copied(step.state), step.trajectories, advantages)
+    plain, *_ = learning.learn(step.setup, copied(step.state), step.trajectories, advantages)
     for role in Role:
         changed = [
             np.where([s.role is role for s in t.segments], 3.0 * values + 0.5, values).astype(np.float32)
             for t, values in zip(step.trajectories, advantages, strict=True)
         ]
-        new, _ = train.learn(step.setup, copied(step.state), step.trajectories, changed)
+        new, *_ = learning.learn(step.setup, copied(step.state), step.trajectories, changed)
         for name in ("act", "rehearse"):
             assert (bits(new[name]) == bits(plain[name])) is (name != role.name.lower()), (role, name)
 
@@ -145,7 +145,7 @@ def test_a_frozen_role_is_played_by_what_it_was_and_trains_nothing(steps, role):
         np.where([s.role is role for s in t.segments], 1e3, values).astype(np.float32)
         for t, values in zip(trajectories, advantages, strict=True)
     ]
-    ends = [bits(train.learn(setup, copied(state), trajectories, values)[0]) for values in (advantages, wild)]
+    ends = [bits(learning.learn(setup, copied(state), trajectories, values)[0]) for values in (advantages, wild)]
     assert ends[0] == ends[1]
     assert bits(state.params) != bits(step.state.params)  # the other role does learn
 
@@ -173,7 +173,7 @@ def simulator(tmp_path_factory) -> Path:
 def largest_difference(setup, score, params, trajectories, role: Role) -> float:
     """Between the log-probabilities that were sampled in a role and those that a scorer gives."""
     zeros = [np.zeros(len(trajectory.segments), np.float32) for trajectory in trajectories]
-    batch, _ = train._batch(setup, *players.of_roles(trajectories, zeros, (role,)), (24,))
+    batch, _ = learning.make_rows(setup, *players.of_roles(trajectories, zeros, (role,)), (24,))
     assert batch.loss_mask.any()
     return np.abs(np.asarray(score(params, batch)) - batch.old_logprobs).max()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from train_helpers import tiny_config
 
-from envace_jax import programs, train
+from envace_jax import learning, programs, train
 from envace_jax.config import ConfigError
 from envace_jax.sharding import make_mesh
 
@@ -42,7 +42,7 @@ def test_plan_and_run_lower_the_same_programs(name: str) -> None:
     # The run's own call with what it hands over: an iteration's batch, of padding. Nothing is compiled for it.
     rows = programs.rows_of(config, mesh)
     spied = dataclasses.replace(setup, train_step=train_step, score_step=score_step)
-    train._update(spied, state, *train._batch(spied, [], [], (rows,)))
+    learning.update(spied, state, *learning.make_rows(spied, [], [], (rows,)))
     assert asked["train"] == text(planned.train())
     assert ("score" in asked) == (config.grpo.kl_coef > 0)
     if "score" in asked:

@@ -8,6 +8,7 @@ error. A judge's fault masks the trajectory; it is never a verdict. Knows no pol
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -75,8 +76,11 @@ class JudgedReward:
 
         def settle(verdicts: Future[Verdicts]) -> None:
             try:
-                judged = iter(any_step(asked, shown, verdicts.result()))
-                score.set_result(turn_score(items, [next(judged) if held is None else held for held in known]))
+                said = verdicts.result()
+                judged = iter(zip(any_step(asked, shown, said), in_words(asked, shown, said), strict=True))
+                both = [next(judged) if held is None else (held, "") for held in known]
+                found = turn_score(items, [held for held, _ in both])
+                score.set_result(dataclasses.replace(found, words=tuple(words for _, words in both)))
             except BaseException as fault:  # whatever a judge raises is a fault of this turn alone
                 score.set_exception(RewardUnavailable(f"{where}: judge: {fault}"))
 
@@ -134,10 +138,26 @@ def any_step(
 ) -> list[bool]:
     """Whether each item holds in any step. A step with an error passes no item about calls or results."""
     rows = [(row, failed) for row, (_, _, failed) in zip(verdicts, steps, strict=True)]
+    return [any(row[place] and not _void(item, failed) for row, failed in rows) for place, item in enumerate(items)]
+
+
+def in_words(
+    items: Sequence[CheckItem], steps: Sequence[tuple[Message, list[Message], bool]], verdicts: Verdicts
+) -> list[str]:
+    """What the judge said of each item, step by step, and where that does not count; what it thought is not kept."""
     return [
-        any(row[place] and not (failed and item.focus_on in ABOUT_TOOLS) for row, failed in rows)
+        "; ".join(
+            f"step {number}: {'true' if row[place] else 'false'}"
+            + (", which does not count: a result is an error" if _void(item, failed) and row[place] else "")
+            for number, (row, (_, _, failed)) in enumerate(zip(verdicts, steps, strict=True), start=1)
+        )
         for place, item in enumerate(items)
     ]
+
+
+def _void(item: CheckItem, failed: bool) -> bool:
+    """Whether a step passes the item in no case."""
+    return failed and item.focus_on in ABOUT_TOOLS
 
 
 def question(
