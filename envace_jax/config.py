@@ -262,6 +262,7 @@ class LoggingConfig:
     tensorboard: bool = True
     tracker: Literal["", "wandb", "trackio"] = ""  # metrics go there too; each is an extra of the package
     trajectories_per_step: int = 2  # written out to trajectories.jsonl
+    dump_every: int = 0  # steps; all of such a step goes to WORKDIR/rollouts (docs/replay.md). 0: of none, 1: of each
 
 
 @dataclasses.dataclass(frozen=True)

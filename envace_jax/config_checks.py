@@ -33,7 +33,7 @@ AT_LEAST = {
         "grpo.kl_coef grpo.dual_clip grpo.tis_cap optimizer.learning_rate optimizer.warmup_steps "
         "optimizer.weight_decay fidelity.calls_per_step evaluation.every evaluation.heldout_tasks "
         "evaluation.unseen_tasks evaluation.fidelity_calls "
-        "logging.trajectories_per_step"
+        "logging.trajectories_per_step logging.dump_every"
     ),
 }
 POSITIVE = (

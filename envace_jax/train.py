@@ -21,6 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envace_jax import (
+    checksums,
+    dumps,
     envs,
     evaluate,
     fidelity,
@@ -116,6 +118,8 @@ def run(
             workdir, config.logging.tensorboard, resume_step=progress["step"], enabled=hosts.first(), tracker=tracker
         ) as writer:
             workfolder.claim(workdir, config, progress["step"])
+            if hosts.first():
+                dumps.drop_after(workdir, progress["step"])
             writer.start(total=config.steps, done=progress["step"])
             if config.warm_up and progress["step"] < config.steps:
                 state = compile_all(setup, state, writer)
@@ -178,7 +182,8 @@ def _train(
             raise Stopped(step)
         started, executed = time.time(), envs.execution_count()
         done = step + 1
-        keep = functools.partial(_keep, setup, writer)
+        before = checksums.of_state(state) if _due(done, config.logging.dump_every) else None
+        keep = functools.partial(_keep, setup, writer, before)
         state, metrics, trajectories = iterate(setup, state, step, writer, drawn, keep)
         seconds = time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
@@ -255,12 +260,23 @@ def _sample(setup: Setup, state: State, step: int, writer: MetricsWriter | None,
     return Rollouts(step, gathered, tuple(rehearsed))
 
 
-def _keep(setup: Setup, writer: MetricsWriter, rollouts: Rollouts, learned: Learned) -> None:
-    """Writes samples of a step's trajectories: the first attempts at different tasks."""
-    config = setup.config
-    lessons = learning.lessons(config, setup.prompts.chat, rollouts, learned)
+def _keep(
+    setup: Setup, writer: MetricsWriter, before: dict[str, str] | None, rollouts: Rollouts, learned: Learned
+) -> None:
+    """Writes samples of a step's trajectories, and a dump of the whole step where the checksums `before` it are given.
+
+    A collective, since the checksums after it are one.
+    """
+    after = None if before is None else checksums.of_state(learned.state)
+    if not hosts.first():
+        return
+    config, chat = setup.config, setup.prompts.chat
+    lessons = learning.lessons(config, chat, rollouts, learned)
     told = list(zip(rollouts.gathered.trajectories, lessons, strict=True))
+    # The first attempts at different tasks.
     writer.write_trajectories(rollouts.step + 1, told[:: config.data.attempts][: config.logging.trajectories_per_step])
+    if before is not None and after is not None:
+        dumps.write(writer.workdir, dumps.of_step(config, chat, rollouts, learned, before, after))
 
 
 def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None) -> State:
@@ -283,7 +299,10 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
         players.part(state, name), players=samplers, update=update,
         row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
     )  # fmt: skip
-    return players.with_part(state, name, warm)
+    state = players.with_part(state, name, warm)
+    if setup.config.logging.dump_every:
+        checksums.of_state(state)
+    return state
 
 
 # --- setting up ---
@@ -373,7 +392,7 @@ def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> d
     return {"step": step, "seconds": time.time() - started, "values": known}
 
 
-def _due(done: int, every: int, last: int) -> bool:
+def _due(done: int, every: int, last: int | None = None) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 

@@ -26,6 +26,7 @@ MODEL_REHEARSE = "model_rehearse"  # what plays REHEARSE where that is trained a
 ADAPTER, ADAPTER_REHEARSE = "adapter", "adapter_rehearse"  # the same as PEFT's files, with LoRA
 EXPORTS = {MODEL: "config.json", MODEL_REHEARSE: "config.json"}  # and a file by which each is known
 EXPORTS |= {ADAPTER: "adapter_config.json", ADAPTER_REHEARSE: "adapter_config.json"}
+ROLLOUTS = "rollouts"  # dumps of whole steps
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
 OUR_GROUPS = ("model", "data", "sampler", "checkpoint")  # by which a run's config.json is known from a model's
@@ -190,7 +191,7 @@ def _check_places(workdir: Path, continued: bool) -> None:
     for name in (METRICS_FILE, TRAJECTORIES_FILE, SUMMARY_FILE, CURVES_FILE, ENVIRONMENT_FILE):
         if (workdir / name).is_dir():
             raise ConfigError(f"{workdir / name}: a folder, where the run writes a file; choose another --workdir")
-    for name in (CHECKPOINTS, TENSORBOARD_FOLDER):
+    for name in (CHECKPOINTS, TENSORBOARD_FOLDER, ROLLOUTS):
         if (workdir / name).is_file():
             raise ConfigError(f"{workdir / name}: a file, where the run has a folder; choose another --workdir")
     for name, file in EXPORTS.items():
