@@ -21,15 +21,20 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or does not fit the run; the text names the folder and the cause."""
 
 
+class Unreadable(CheckpointError):
+    """A checkpoint that is damaged."""
+
+
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest `keep` are kept.
+    """The checkpoints of one run, in `folder`; the newest `keep` are kept. With keep None they are only read.
 
     Every process of the run must make this object and call every method at the same points (Orbax synchronises them).
     """
 
-    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+    def __init__(self, folder: Path | str, keep: int | None = 2) -> None:
         self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        writes = keep is not None
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=writes, cleanup_tmp_directories=writes)
         # Named here, or a restarted run could not look at a checkpoint without restoring it (and Orbax would warn).
         handlers = {"state": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
@@ -91,25 +96,34 @@ class Checkpoints:
         one does not fit the template.
         """
         self._manager.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
-            self._check_fit(step, abstract)
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), extra=ocp.args.JsonRestore())
             try:
-                restored = self._manager.restore(step, args=items)
+                restored = self.restore(step, template)
                 if damaged:
                     self._set_aside(damaged)
                     print(f"checkpoint: continuing from step {step} instead", file=sys.stderr)
-                return restored["state"], restored["extra"]
-            except Exception as error:  # Orbax, tensorstore and the JSON reader each raise their own kinds
+                return restored
+            except Unreadable as error:
                 if jax.process_count() > 1:
-                    raise
-                damaged[step] = f"{self.folder / str(step)}: cannot be read: {_first_line(error)}"
+                    raise (error.__cause__ or error) from None  # what befell another process shows in it
+                damaged[step] = str(error)
                 print(f"checkpoint: {damaged[step]}", file=sys.stderr)
         if damaged:
             raise CheckpointError("; ".join(damaged.values()) + "; remove the folder to start afresh")
         return None
+
+    def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+        """(state, extra) of one checkpoint, as `restore_latest` gives them. Raises Unreadable where it is damaged, or
+        CheckpointError where it does not fit."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+        self._check_fit(step, abstract)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), extra=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=items)
+        except Exception as error:  # Orbax, tensorstore and the JSON reader each raise their own kinds
+            raise Unreadable(f"{self.folder / str(step)}: cannot be read: {_first_line(error)}") from error
+        return restored["state"], restored["extra"]
 
     def wait(self) -> None:
         """Blocks until the save in progress is complete on disk; raises what went wrong in it."""

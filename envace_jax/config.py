@@ -300,7 +300,23 @@ FREE_OF_REWARD = (*FREE_OF_ENDPOINT, "keep_verdicts", "most_masked")
 
 def default_config_dict() -> config_dict.ConfigDict:
     """Every setting at its default, for a file in `configs/` to change. Assigning an unknown key is an error."""
-    return _to_config_dict(RunConfig())
+    return to_config_dict(RunConfig())
+
+
+def to_config_dict(value: Any) -> config_dict.ConfigDict:
+    """A configuration, or a group of it, as a ConfigDict that flags may change."""
+    result = config_dict.ConfigDict(allow_dotted_keys=False)
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        default = getattr(value, field.name)
+        if dataclasses.is_dataclass(default):
+            default = to_config_dict(default)
+        elif default is None:  # a placeholder lets the command line know the type
+            default = config_dict.placeholder(
+                next(t for t in typing.get_args(hints[field.name]) if t is not type(None))
+            )
+        result[field.name] = default
+    return result.lock()
 
 
 def from_config_dict(config: config_dict.ConfigDict | Mapping[str, Any]) -> RunConfig:
@@ -382,21 +398,6 @@ def validate(config: RunConfig) -> None:
     problems = list(config_checks.problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _to_config_dict(value: Any) -> config_dict.ConfigDict:
-    result = config_dict.ConfigDict(allow_dotted_keys=False)
-    hints = typing.get_type_hints(type(value))
-    for field in dataclasses.fields(value):
-        default = getattr(value, field.name)
-        if dataclasses.is_dataclass(default):
-            default = _to_config_dict(default)
-        elif default is None:  # a placeholder lets the command line know the type
-            default = config_dict.placeholder(
-                next(t for t in typing.get_args(hints[field.name]) if t is not type(None))
-            )
-        result[field.name] = default
-    return result.lock()
 
 
 def _convert(kind: type, values: Any, prefix: str, problems: list[str]) -> Any:

@@ -29,6 +29,7 @@ from envace_jax.chat import Chat
 from envace_jax.config import RunConfig, UserError
 from envace_jax.learning import Learned, Metrics, Rollouts
 from envace_jax.metrics import Lesson, trajectory_record, write_atomic
+from envace_jax.rewards import Reward
 from envace_jax.types import CheckItem, Role, Segment, Task, ToolCall, TrainBatch, Trajectory, TurnScore
 from envace_jax.workfolder import ROLLOUTS
 
@@ -57,12 +58,13 @@ class Dump:
     before: Mapping[str, str]  # checksums of the state that the step began with (`checksums.of_state`)
     after: Mapping[str, str]
     pieces: Mapping[int, str]  # the text of every sampled token
+    scored_by: str  # the kind of reward
     written_by: str = ""  # versions and the platform, for whoever replays elsewhere
 
 
 def of_step(
     config: RunConfig, chat: Chat, rollouts: Rollouts, learned: Learned, before: Mapping[str, str],
-    after: Mapping[str, str],
+    after: Mapping[str, str], reward: Reward,
 ) -> Dump:  # fmt: skip
     """A step that was just learned from. `chat` has the texts of tokens; `before` and `after` are the state's."""
     segments = [segment for trajectory in rollouts.all for segment in trajectory.segments]
@@ -78,7 +80,8 @@ def of_step(
         before=before,
         after=after,
         pieces={token: chat.decode([token]) for token in tokens},
-        written_by=_program(),
+        scored_by=type(reward).__name__,
+        written_by=program(),
     )
 
 
@@ -130,7 +133,7 @@ def write(workdir: Path, dump: Dump) -> None:
         "rewards": np.array([trajectory.reward for trajectory in trajectories], np.float64),
         "segments": np.array([len(trajectory.segments) for trajectory in trajectories], np.int32),
         "metric_values": np.array(list(dump.metrics.values()), np.float64),
-        "header": np.frombuffer(json.dumps(_header(dump)).encode(), np.uint8),
+        "header": np.frombuffer(json.dumps(_header(dump), default=_plain).encode(), np.uint8),
     }
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
@@ -145,6 +148,7 @@ def _header(dump: Dump) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "written_by": dump.written_by,
+        "scored_by": dump.scored_by,
         "step": dump.step,
         "settings": dump.settings,
         "tasks": [dataclasses.asdict(task) for task in gathered.tasks],
@@ -157,6 +161,11 @@ def _header(dump: Dump) -> dict[str, Any]:
         "after": dict(dump.after),
         "pieces": {str(token): text for token, text in sorted(dump.pieces.items())},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A value that is not JSON's own: numbers of numpy, say, from a reward of one's own."""
+    return dict(value) if isinstance(value, Mapping) else value.tolist()
 
 
 def _trajectory_values(trajectory: Trajectory) -> dict[str, Any]:
@@ -213,7 +222,8 @@ def _checksum(array: np.ndarray) -> str:
     return digest.hexdigest()[:16]
 
 
-def _program() -> str:
+def program() -> str:
+    """What writes dumps here."""
     try:
         own = version("envace_jax")
     except PackageNotFoundError:  # run from a checkout that is not installed
@@ -272,6 +282,7 @@ def _dump(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Dump:
         before=header["before"],
         after=header["after"],
         pieces={int(token): text for token, text in header["pieces"].items()},
+        scored_by=header["scored_by"],
         written_by=header["written_by"],
     )
 

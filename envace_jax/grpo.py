@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def role_advantages(
                 continue
             owner = np.array([i for i, _ in members])
             rewards = np.array([trajectories[i].reward for i in owner], np.float64)
-            values = _group_advantages(rewards, owner, baseline, scale, singleton, tolerance)
+            values = compare(rewards, owner, baseline, scale, singleton, tolerance).advantages
             for (i, j), value in zip(members, values, strict=True):
                 advantages[i][j] = value
             spreads.append(float(np.ptp(rewards)))
@@ -139,16 +139,26 @@ def role_advantages(
     return advantages, stats
 
 
-def _group_advantages(
+class Compared(NamedTuple):
+    """How the advantages of one group came about."""
+
+    advantages: np.ndarray  # f64[n]
+    baseline: np.ndarray  # f64[n]; nan where there is none
+    scale: float  # what the differences are divided by, where they are compared
+    rule: Literal["compared", "alike", "singleton"]
+
+
+def compare(
     rewards: np.ndarray, owner: np.ndarray, baseline: str, scale: str, singleton: str, tolerance: float
-) -> np.ndarray:
-    """f64[n] advantages of one group; rewards are finite, owner[n] numbers the trajectory of each segment."""
+) -> Compared:
+    """Advantages of the n segments of one group; rewards are finite, owner[n] numbers each segment's trajectory."""
     base = BASELINES[baseline](rewards, owner)
     if len(rewards) == 1 or np.isnan(base).any():
-        return rewards if singleton == "raw" else np.zeros_like(rewards)
+        return Compared(rewards if singleton == "raw" else np.zeros_like(rewards), base, 1.0, "singleton")
     if np.ptp(rewards) < tolerance:
-        return np.zeros_like(rewards)
-    return (rewards - base) / SCALES[scale](rewards)
+        return Compared(np.zeros_like(rewards), base, 1.0, "alike")
+    divisor = SCALES[scale](rewards)
+    return Compared((rewards - base) / divisor, base, divisor, "compared")
 
 
 def check_name(what: str, name: str, known: Mapping[str, object] | Sequence[str]) -> None:

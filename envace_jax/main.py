@@ -131,7 +131,7 @@ def read_flags(arguments: Sequence[str]) -> tuple[RunConfig, Path]:
     if any(argument in ("-h", "-help", "--help") for argument in arguments[1:]):
         print(f"{__doc__}\n{hosts.FLAGS_HELP}\n{values.get_help()}")
         raise SystemExit(0)
-    _check_overrides(arguments)
+    check_overrides(arguments)
     try:
         rest = values(arguments)
     except flags.Error as error:
@@ -259,7 +259,7 @@ def _config_file_problem(arguments: Sequence[str], error: BaseException) -> str:
     return f"{where}: the file cannot be used: {type(found).__name__}: {' '.join(text.split())}"
 
 
-def _check_overrides(arguments: Sequence[str]) -> None:
+def check_overrides(arguments: Sequence[str]) -> None:
     """Raises ConfigError for `--config.KEY=...` that names no setting; the flags library says less about it."""
     problems = []
     for argument in arguments[1:]:

@@ -276,7 +276,7 @@ def _keep(
     # The first attempts at different tasks.
     writer.write_trajectories(rollouts.step + 1, told[:: config.data.attempts][: config.logging.trajectories_per_step])
     if before is not None and after is not None:
-        dumps.write(writer.workdir, dumps.of_step(config, chat, rollouts, learned, before, after))
+        dumps.write(writer.workdir, dumps.of_step(config, chat, rollouts, learned, before, after, setup.reward))
 
 
 def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None) -> State:

@@ -18,6 +18,7 @@ from envace_jax.dumps import Dump
 from envace_jax.envs import tiny
 from envace_jax.learning import Learned, Rollouts
 from envace_jax.metrics import json_line, trajectory_record
+from envace_jax.rewards import Unscored
 from envace_jax.types import Role, Segment, TrainState, Trajectory, TurnScore
 
 FROZEN = {"rollout.players": "frozen_rehearse", "fidelity.calls_per_step": 0}
@@ -40,7 +41,7 @@ def trajectory(group: int, attempt: int, reward: float, task_id: str, status: st
     first = segment(Role.ACT, BEGINNING, (5, 6, attempt))
     played = segment(Role.REHEARSE, (1, 2, 3), (7, attempt))
     second = segment(Role.ACT, (*BEGINNING, 5, 6, attempt, 90, 91), (8,), turn=1)
-    score = TurnScore(reward, (True, False), True, ("", "step 1: true"))
+    score = TurnScore(reward, (np.bool_(True), False), True, ("", "step 1: true"))
     said = ({"role": "user", "content": "hé \ud800</script>"}, {"role": "assistant", "content": ""})
     score_of = (score,) if status == "ok" else ()
     segments = (first, played, second)
@@ -72,7 +73,7 @@ def make_dump(**config) -> Dump:
     advantages, _ = learning.advantages_of(chosen, rollouts)
     metrics = {"loss": 0.1, "agreement": float("nan"), "far": float("inf"), "exact": 1 / 3}
     learned = Learned(None, metrics, tuple(advantages), {})
-    return dumps.of_step(chosen, Chat(), rollouts, learned, {"parameters": "ab"}, {"parameters": "cd"})
+    return dumps.of_step(chosen, Chat(), rollouts, learned, {"parameters": "ab"}, {"parameters": "cd"}, Unscored())
 
 
 def same(one: object, other: object) -> bool:

@@ -6,14 +6,16 @@ import collections
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from envace_jax import fingerprint
 from envace_jax.config import RewardConfig, UserError, model_path
 from envace_jax.endpoint import open_endpoint, sampling_options
 from envace_jax.local_model import LocalModel
 from envace_jax.models import hf
-from envace_jax.rewards import Reward
+from envace_jax.rewards import Reward, RewardUnavailable
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.rewards.judge import JudgedReward
 from envace_jax.types import Trajectory
@@ -32,23 +34,46 @@ def chosen(settings: RewardConfig, workdir: Path, seed: int = 0) -> Iterator[Rew
         yield ChecklistReward()
         return
     options = sampling_options(settings)
-    cache = workdir / VERDICTS_FILE if settings.keep_verdicts else None
+    name, cache = _kept_verdicts(settings, workdir)
     with contextlib.ExitStack() as opened:
         if settings.checkpoint:
-            local, folder = LocalModel(seed=seed, retries=settings.retries), judge_folder(settings)
-            if folder is None:
-                name, cache = POLICY, None  # what it would say changes with every step
-            else:
-                name = json.dumps(fingerprint.of_model(folder))
+            local = LocalModel(seed=seed, retries=settings.retries)
             reward = JudgedReward(local.ask, name=name, cache=cache, options=options, counts=local.counts, model=local)
         else:
             endpoint = open_endpoint(settings)
             opened.callback(endpoint.close)
-            reward = JudgedReward(
-                endpoint.ask, name=settings.model, cache=cache, options=options, counts=endpoint.counts
-            )
+            reward = JudgedReward(endpoint.ask, name=name, cache=cache, options=options, counts=endpoint.counts)
         opened.callback(reward.close)
         yield reward
+
+
+def kept(settings: RewardConfig, workdir: Path) -> Reward:
+    """Gives the scores of `chosen`'s reward as far as program checks and kept verdicts go. It asks nobody and writes
+    nothing: a turn with an item whose verdict is not kept is unavailable."""
+    if settings.kind == "checklist":
+        return ChecklistReward()
+    try:
+        name, cache = _kept_verdicts(settings, workdir)
+    except FileNotFoundError:  # a judge's folder that is gone; its name there was made of its files
+        name, cache = "", None
+
+    def nobody(*_: Any, **__: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_exception(RewardUnavailable("no verdict is kept"))
+        return answer
+
+    return JudgedReward(nobody, name=name, cache=cache, options=sampling_options(settings))
+
+
+def _kept_verdicts(settings: RewardConfig, workdir: Path) -> tuple[str, Path | None]:
+    """The judge's name in the file of verdicts, and the file. Raises as `judge_folder`."""
+    cache = workdir / VERDICTS_FILE if settings.keep_verdicts else None
+    if not settings.checkpoint:
+        return settings.model, cache
+    folder = judge_folder(settings)
+    if folder is None:
+        return POLICY, None  # what it would say changes with every step
+    return json.dumps(fingerprint.of_model(folder)), cache
 
 
 def judge_folder(settings: RewardConfig) -> Path | None:
