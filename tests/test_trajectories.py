@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.machinery
 import json
-import sys
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ from typing import Any
 import pytest
 import viewer_records as made
 
-from envace_jax.reporting import compact, trajectories
+from envace_jax import dumps
+from envace_jax.reporting import compact
 from envace_jax.reporting.trajectories import packed_size, viewer_data
 
 LARGE = 10_000_000  # bytes: everything fits
@@ -179,16 +177,15 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path):
 def test_a_dumped_step_takes_the_place_of_its_samples(tmp_path, monkeypatch):
     records = made.run_of(3, 2)
     samples = [record for record in records if record["attempt"] == 0]
-    fake = types.ModuleType(trajectories.DUMPS)
-    fake.__spec__ = importlib.machinery.ModuleSpec(trajectories.DUMPS, None)
 
     def of_step(path: Path) -> list[dict[str, Any]]:
         if path.name == "3":
             raise ValueError("3: a dump that is damaged")
         return [record for record in records if record["step"] == int(path.name)]
 
-    vars(fake).update(steps=lambda workdir: [2, 3], file_of=lambda workdir, step: Path(str(step)), records=of_step)
-    monkeypatch.setitem(sys.modules, trajectories.DUMPS, fake)
+    monkeypatch.setattr(dumps, "steps", lambda workdir: [2, 3])
+    monkeypatch.setattr(dumps, "file_of", lambda workdir, step: Path(str(step)))
+    monkeypatch.setattr(dumps, "records", of_step)
     data = data_of(tmp_path, samples)
     assert [data["columns"]["step"].count(step) for step in (1, 2, 3)] == [2, 8, 2]
     assert data["notes"] == ["3: a dump that is damaged"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
-import importlib
-import importlib.util
 import json
 import re
 import zlib
@@ -22,7 +20,6 @@ from envace_jax.metrics import TRAJECTORIES_FILE, json_line
 from envace_jax.reporting.compact import Compact, Tables, compact
 from envace_jax.types import Json
 
-DUMPS = "envace_jax.dumps"
 FORMAT = 1  # of what `viewer_data` gives; viewer.js says so where it is another
 ONE_STEP = 0.25  # of the space: what a step may take before others have had theirs
 SPARE = 2048  # bytes for what stands around the trajectories
@@ -179,9 +176,7 @@ def _groups(records: Sequence[Record]) -> list[list[Record]]:
 def _steps(workdir: Path, notes: list[str]) -> dict[int, Step]:
     """The steps that the folder has trajectories of: whole dumped ones, and samples of the others."""
     steps = _sampled(workdir / TRAJECTORIES_FILE, notes)
-    if importlib.util.find_spec(DUMPS) is None:
-        return steps
-    dumps = importlib.import_module(DUMPS)
+    from envace_jax import dumps  # brings jax, which takes a second to import
 
     def read(step: int) -> list[Record]:
         try:
