@@ -169,11 +169,29 @@ def make_rows(
 
 def update(learner: Learner, state: TrainState, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainState, Any]:
     """One optimizer step, and its statistics on the device. The state is donated."""
-    device_batch = hosts.put(batch, sharding.batch_sharding(learner.mesh))
-    counts = hosts.put(role_tokens(batch_stats), sharding.replicated(learner.mesh))
+    device_batch, counts = _on_devices(learner, batch, batch_stats)
     with jax.transfer_guard("disallow"):
         reference = None if learner.reference is None else learner.score_step(learner.reference, device_batch)
         return learner.train_step(state, device_batch, reference, counts, learner.base)
+
+
+def lower_update(
+    learner: Learner, state: TrainState, batch: TrainBatch, batch_stats: Metrics
+) -> list[jax.stages.Lowered]:
+    """The programs of `update`, which nothing runs."""
+    device_batch, counts = _on_devices(learner, batch, batch_stats)
+    if learner.reference is None:
+        return [learner.train_step.lower(state, device_batch, None, counts, learner.base)]
+    score = learner.score_step.lower(learner.reference, device_batch)
+    place: Any = sharding.batch_sharding(learner.mesh)
+    logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=place)
+    return [learner.train_step.lower(state, device_batch, logprobs, counts, learner.base), score]
+
+
+def _on_devices(learner: Learner, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainBatch, jax.Array]:
+    """A batch where the train step takes it, and the tokens of each role in it, f32[roles]."""
+    counts = hosts.put(role_tokens(batch_stats), sharding.replicated(learner.mesh))
+    return hosts.put(batch, sharding.batch_sharding(learner.mesh)), counts
 
 
 # --- what is said of it ---

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -319,11 +319,10 @@ class PagedCache:
 
     # --- all programs, by the shapes that the buckets allow ---
 
-    def warm_up(self, params: Params, progress: Callable[[str], None]) -> None:
+    def run_all(self, params: Params) -> None:
         """Runs each program on padding."""
         self.reset()
-        for name, kind, shape in self.shapes():
-            progress(name)
+        for _, kind, shape in self.shapes():
             if kind == "prefill":
                 self._make_state()
                 # Twice: without a mesh, parameters that are bound to a device bind the state that a call gives.
@@ -347,7 +346,7 @@ class PagedCache:
         programs, width = self.programs, table_width(self.settings)
         if kind == "fresh":
             return programs.fresh.lower()
-        state = abstract(jax.eval_shape(programs.fresh), programs.places)
+        state = abstract(programs.fresh.eval_shape(), programs.places)
         rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self.settings.row_sharding)
         if kind == "prefill":
             packed = rows((shape[0] * self.settings.shards, drawing.HEADER + shape[1] + width))

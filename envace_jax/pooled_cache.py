@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -188,12 +188,11 @@ class PooledCache:
 
     # --- all programs, by the shapes that the buckets allow ---
 
-    def warm_up(self, params: Params, progress: Callable[[str], None]) -> None:
+    def run_all(self, params: Params) -> None:
         """Runs each program on padding, in an order in which each finds the state it needs."""
         self.reset()
         idle, shards = self._slot_rows({}), self.settings.shards
-        for name, kind, shape in self.shapes():
-            progress(name)
+        for _, kind, shape in self.shapes():
             if kind == "prefill":
                 length, rows, tokens = shape
                 self._make_state(length)
@@ -223,7 +222,7 @@ class PooledCache:
         programs, length = self.programs, shape[0]
         if kind == "fresh":
             return programs.fresh.lower(length=length)
-        state = abstract(jax.eval_shape(functools.partial(programs.fresh, length=length)), programs.places)
+        state = abstract(programs.fresh.eval_shape(length=length), programs.places)
         rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self.settings.row_sharding)
         if kind == "prefill":
             return programs.prefill.lower(

@@ -6,7 +6,6 @@ Knows settings, sizes and a mesh, whose devices may belong to a topology that is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,22 @@ class Programs:
             place = sharding.batch_sharding(self.mesh)
             scored = jax.ShapeDtypeStruct(self.batch.tokens.shape, jnp.float32, sharding=place)
         counts = jax.ShapeDtypeStruct((len(ROLES),), jnp.float32, sharding=everywhere)
-        with chosen_chip(self.mesh):
+        with sharding.chosen_chip(self.mesh):
             return self.steps.train.lower(self.state, self.batch, scored, counts, self.base)
 
     def score(self) -> jax.stages.Lowered:
         """The reference policy's log-probabilities: of the base, or of parameters like the trained ones."""
-        with chosen_chip(self.mesh):
+        with sharding.chosen_chip(self.mesh):
             return self.steps.score.lower(self.state.params if self.base is None else self.base, self.batch)
 
     def reshard(self) -> jax.stages.Lowered:
         """From the parameters of training to those of a rollout."""
-        with chosen_chip(self.mesh):
+        with sharding.chosen_chip(self.mesh):
             return jax.jit(self.policy.for_decoding).lower(self._whole())
 
     def decoding(self, places: Any) -> Params:
         """What `reshard` gives, at the places that its program chose."""
-        with chosen_chip(self.mesh):
+        with sharding.chosen_chip(self.mesh):
             shapes = jax.eval_shape(self.policy.for_decoding, self._whole())
         return jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
@@ -96,12 +95,6 @@ class Programs:
 
     def _whole(self) -> Params:
         return self.state.params if self.base is None else joined(self.base, self.state.params)
-
-
-def chosen_chip(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """In which kernels are made for the chips of `mesh`; elsewhere they ask what chip this process runs on."""
-    here = sharding.platform_of(mesh) == jax.default_backend()
-    return contextlib.nullcontext() if here else jax.set_mesh(mesh)
 
 
 def sizes(path: str) -> tuple[QwenConfig, Vocabulary]:

@@ -8,8 +8,8 @@ first. Knows token ids only, no text, roles or episodes. Where caches lie is `po
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 
 from envace_jax import drawing, paged_cache, pooled_cache
 from envace_jax.buckets import Buckets
+from envace_jax.compilation import Lowering, compile_together
 from envace_jax.sample_requests import Running, Sample, SampleRequest, SamplerStats, Settings, segment_key
-from envace_jax.sharding import BATCH_AXES, axis_size
+from envace_jax.sharding import BATCH_AXES, axis_size, chosen_chip
 from envace_jax.types import FinishReason, Params, Policy
 
 __all__ = ["Sample", "SampleRequest", "Sampler", "SamplerStats", "sample_all", "segment_key"]
@@ -123,13 +124,26 @@ class Sampler:
         self._cache.reset()
 
     def warm_up(self, params: Params, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Compiles all programs that the buckets allow, by running each on padding; leaves the sampler as `reset` does.
+        """Compiles all programs that the buckets allow, and runs each on padding; leaves the sampler as `reset` does.
 
         Afterwards no request compiles anything, as long as `step` gets parameters of these shapes, dtypes and
         placement. `progress` is told what is compiled next, `buckets.compile_bound()` times.
         """
+        compile_together(self.to_lower(params), progress)
+        self.run_all(params)
+
+    def run_all(self, params: Params) -> None:
+        """Runs all programs that the buckets allow on padding, and compiles those that are not; `warm_up`'s end."""
         self._running = {}
-        self._cache.warm_up(params, progress)
+        self._cache.run_all(params)
+
+    def to_lower(self, params: Params) -> list[Lowering]:
+        """What `warm_up` compiles, by name, as functions that lower it for `params`, those for decoding."""
+
+        def lower(kind: str, shape: tuple[int, ...]) -> list[jax.stages.Lowered]:
+            return [self._cache.lower(params, kind, shape)]
+
+        return [(name, functools.partial(lower, kind, shape)) for name, kind, shape in self._cache.shapes()]
 
     def lowered(self, params: Params, wanted: Callable[[str], bool] = lambda _: True) -> dict[str, jax.stages.Lowered]:
         """What `warm_up` compiles, by the names it tells, lowered and not run: the very programs of a run.
@@ -137,14 +151,8 @@ class Sampler:
         `params` are those for decoding, arrays or `jax.ShapeDtypeStruct` with shardings. The mesh may be of devices
         that are not there. `wanted` chooses by name.
         """
-        mesh = self._cache.settings.mesh
-        # Kernels ask what chip the mesh in use is of.
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return {
-                name: self._cache.lower(params, kind, shape)
-                for name, kind, shape in self._cache.shapes()
-                if wanted(name)
-            }
+        with chosen_chip(self._cache.settings.mesh):
+            return {name: lower()[0] for name, lower in self.to_lower(params) if wanted(name)}
 
     def free(self) -> int:
         """Slots that a request may take."""

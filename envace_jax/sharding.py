@@ -5,6 +5,7 @@ Knows axis names and sizes only; it knows no model, no batch and no optimizer. N
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,12 @@ def platform_of(mesh: Mesh | None) -> str:
     """Of the devices that a program for this mesh runs on: "cpu", "gpu" or "tpu". They may be of a topology that is not
     there; without a mesh they are this process's."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def chosen_chip(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """In which kernels are made for the chips of `mesh`; elsewhere they ask what chip this process runs on."""
+    here = mesh is None or platform_of(mesh) == jax.default_backend()
+    return contextlib.nullcontext() if here else jax.set_mesh(mesh)
 
 
 def axis_size(mesh: Mesh, axis: str | tuple[str, ...] | None) -> int:

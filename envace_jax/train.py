@@ -289,6 +289,9 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
     def update(state: TrainState, rows: int) -> TrainState:
         return learning.update(setup, state, *learning.make_rows(setup, [], [], (rows,)))[0]
 
+    def lower_update(state: TrainState, rows: int) -> list[jax.stages.Lowered]:
+        return learning.lower_update(setup, state, *learning.make_rows(setup, [], [], (rows,)))
+
     def samplers() -> list[Player]:
         judge = getattr(setup.reward, "model", None)  # of a reward that asks a model in this process
         judges = [] if judge is None or judge.sampler is None else [Player(judge.sampler, judge.params)]
@@ -296,7 +299,7 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
 
     name = next(iter(setup.cast.learners))  # the train step of one is that of all
     warm = warm_up(
-        players.part(state, name), players=samplers, update=update,
+        players.part(state, name), players=samplers, update=update, lower_update=lower_update,
         row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
     )  # fmt: skip
     state = players.with_part(state, name, warm)
