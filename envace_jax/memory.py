@@ -8,12 +8,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from envace_jax.chat import END_OF_TEXT, MESSAGE_END, THINK_CLOSE, THINK_OPEN, parse_assistant, render_call
+from envace_jax.chat import END_OF_TEXT, MESSAGE_END, THINK_CLOSE, THINK_OPEN, render_call
 from envace_jax.episode import Reason
-from envace_jax.roles import Prompts, act_prompt, message_calls
-from envace_jax.types import Message, Task, Trajectory
+from envace_jax.roles import Prompts, message_calls
+from envace_jax.types import Message, Task, ToolCall, Trajectory
 
 CUT = " [...]"
 LINE_LIMITS = (None, 2000, 500, 120)  # characters of a result or reply that are shown, tried in this order
@@ -44,7 +44,7 @@ def transcript(task: Task, attempts: Sequence[Trajectory], prompts: Prompts) -> 
     if not ranked:
         return ""
     if prompts.style == "compact":
-        return compact_lines(task, ranked[-1][0])
+        return compact_lines(_calls(_own(task, ranked[-1][0])))
     parts = []
     for same in ranked:
         head = f"{len(same)} of {len(attempts)} attempts went like this; every result is imagined:"
@@ -52,8 +52,9 @@ def transcript(task: Task, attempts: Sequence[Trajectory], prompts: Prompts) -> 
     return "\n\n".join(parts)
 
 
-def compact_lines(task: Task, attempt: Trajectory) -> str:
-    return "\n".join(render_call(call) for call in _calls(_own(task, attempt)))
+def compact_lines(calls: Iterable[ToolCall]) -> str:
+    """A memory in the compact style: a line for each call."""
+    return "\n".join(map(render_call, calls))
 
 
 def question(
@@ -66,10 +67,6 @@ def question(
     tokens for it.
     """
     prompts = dataclasses.replace(prompts, thinking=False)
-    if prompts.style == "compact":
-        said = transcript(task, attempts, prompts)
-        tokens = act_prompt(prompts, dataclasses.replace(task, note=said))
-        return tokens if len(tokens) <= most_tokens else None
 
     def write(first: int, limit: int | None) -> list[int]:
         return _full(task, attempts, first, before, limit, prompts)
@@ -78,15 +75,19 @@ def question(
     return next((tokens for first, limit in choices if len(tokens := write(first, limit)) <= most_tokens), None)
 
 
-def read(text: str, style: str) -> str:
-    """The memory in what the policy wrote: in the compact style the calls of an ACT message, or else the text outside
-    its thoughts, with any calls that it quotes."""
-    if style == "compact":
-        parsed = parse_assistant(text)
-        return "\n".join([*map(render_call, parsed.calls)]) or parsed.content.strip()
+def read(text: str) -> str:
+    """The memory in what the policy wrote: the text outside its thoughts, with any calls that it quotes."""
     for stop in (MESSAGE_END, END_OF_TEXT):
         text = text.removesuffix(stop)
     return text.rpartition(THINK_CLOSE)[2].partition(THINK_OPEN)[0].strip()
+
+
+def replayed(task: Task, last: Trajectory, otherwise: str) -> str:
+    """The memory of a model that can only act: the calls of a last attempt, for which it had `otherwise` to read.
+
+    That one stands where the attempt did not end with a reply.
+    """
+    return compact_lines(_calls(_own(task, last))) if last.reason == Reason.DONE else otherwise
 
 
 def _full(
@@ -132,7 +133,7 @@ def _own(task: Task, attempt: Trajectory) -> Sequence[Message]:
     return attempt.messages[len(task.messages) + len(task.user_turns[:1]) :]
 
 
-def _calls(messages: Sequence[Message]) -> list:
+def _calls(messages: Sequence[Message]) -> list[ToolCall]:
     return [call for message in messages for call in message_calls(message)]
 
 

@@ -51,7 +51,7 @@ class Settings:
     placement: Literal["system", "user"] = "system"
     memory: Literal["written", "transcript"] = "written"
     max_tokens: int = 0
-    memory_tokens: int = 1024  # the most that a memory may have
+    memory_tokens: int = 1024  # the most that a memory may have, in the compact style that are sampled for it
     temperature: float = 1.0  # of attempts
     top_p: float = 1.0
     memory_temperature: float = 0.0  # of the memory; 0 is greedy
@@ -316,25 +316,37 @@ class _Stage:
         able = [(rehearsal, share) for rehearsal, share in shares if share is not None]
         if not able:
             return
-        played = rollout(
-            self.player.sampler, self.player.params,
-            [with_memory(rehearsal.task, rehearsal.text, self.settings) for rehearsal, _ in able],
-            attempts=attempts, first_attempt=first, responder=Rehearsed(), reward=Unscored(), prompts=self.prompts,
-            limits=self.limits, seed=self.seed, step=ATTEMPT_STREAM, temperature=self.settings.temperature,
-            top_p=self.settings.top_p, token_budgets=[share for _, share in able], progress=self.progress,
-            on_segment=self._told([rehearsal.task for rehearsal, _ in able]),
+        played = self._rollout(
+            [rehearsal for rehearsal, _ in able], [share for _, share in able], attempts=attempts, first_attempt=first,
+            prompts=self.prompts, step=ATTEMPT_STREAM, temperature=self.settings.temperature,
+            top_p=self.settings.top_p, on_segment=self._told([rehearsal.task for rehearsal, _ in able]),
         )  # fmt: skip
         for place, (rehearsal, _) in enumerate(able):
             own = played[place * attempts : (place + 1) * attempts]
             rehearsal.attempts += own
             rehearsal.count_attempts(own)
 
+    def _rollout(self, rehearsals: Sequence[_Rehearsal], budgets: Sequence[int], **how: Any) -> list[Trajectory]:
+        """Attempts in the rehearsed world, each with what is remembered so far."""
+        ready = [with_memory(rehearsal.task, rehearsal.text, self.settings) for rehearsal in rehearsals]
+        return rollout(
+            self.player.sampler, self.player.params, ready, responder=Rehearsed(), reward=Unscored(),
+            limits=self.limits, seed=self.seed, token_budgets=budgets, progress=self.progress, **how,
+        )  # fmt: skip
+
     def remember(self, rehearsals: Sequence[_Rehearsal]) -> None:
         """Makes or revises the memory of all attempts so far."""
-        for rehearsal in rehearsals if self.settings.memory == "transcript" else ():
-            rehearsal.text = written.transcript(rehearsal.task, _begun(rehearsal), self.prompts)
+        begun = [rehearsal for rehearsal in rehearsals if _begun(rehearsal)]
+        if self.settings.memory == "transcript" or self.prompts.style == "compact":
+            for rehearsal in begun:
+                rehearsal.text = written.transcript(rehearsal.task, _begun(rehearsal), self.prompts)
+        if self.settings.memory == "written":
+            (self.replay if self.prompts.style == "compact" else self.write)(begun)
+
+    def write(self, rehearsals: Sequence[_Rehearsal]) -> None:
+        """Has the policy write the memories."""
         requests = {}
-        for place, rehearsal in enumerate(rehearsals if self.settings.memory == "written" else ()):
+        for place, rehearsal in enumerate(rehearsals):
             request = self._memory_request(place, rehearsal)
             if request is not None:
                 requests[place] = request
@@ -343,16 +355,36 @@ class _Stage:
             read = len(requests[sample.request_id].prompt_tokens)
             rehearsal.count(read, len(sample.tokens), sample.cached_tokens)
             said = self.prompts.chat.decode(sample.tokens.tolist())
-            rehearsal.text = written.read(said, self.prompts.style) or rehearsal.text
+            rehearsal.text = written.read(said) or rehearsal.text
 
-    def _memory_request(self, place: int, rehearsal: _Rehearsal) -> SampleRequest | None:
-        """What asks the policy for its memory; None where no attempt began, no token is left or no prompt fits."""
-        room = self.settings.memory_tokens
+    def replay(self, rehearsals: Sequence[_Rehearsal]) -> None:
+        """Has a policy that can only act play its task once more with the memory so far, whose place the calls take.
+
+        A whole turn: of what follows from a first result the first message alone would tell nothing.
+        """
+        able = [rehearsal for rehearsal in rehearsals if self._memory_room(rehearsal) > 0]
+        if not able:
+            return
+        played = self._rollout(
+            able, [self._memory_room(rehearsal) for rehearsal in able], attempts=1,
+            first_attempt=len(able[0].attempts), prompts=dataclasses.replace(self.prompts, thinking=False),
+            step=MEMORY_STREAM, temperature=self.settings.memory_temperature, top_p=1.0,
+        )  # fmt: skip
+        for rehearsal, last in zip(able, played, strict=True):
+            rehearsal.count_attempts([last])
+            rehearsal.text = written.replayed(rehearsal.task, last, rehearsal.text)
+
+    def _memory_room(self, rehearsal: _Rehearsal) -> int:
+        """The most tokens that may be sampled for its memory."""
+        room = min(self.settings.memory_tokens, self.limits.act_context // 2)  # the attempts must have room too
         if self.settings.max_tokens:
             room = min(room, self.settings.max_tokens - rehearsal.completion_tokens)
-        room = min(room, self.limits.act_context // 2)  # the attempts must have room too
-        attempts = _begun(rehearsal)
-        if not attempts or room < 1:
+        return room
+
+    def _memory_request(self, place: int, rehearsal: _Rehearsal) -> SampleRequest | None:
+        """What asks the policy for its memory; None where no token is left or no prompt fits."""
+        room, attempts = self._memory_room(rehearsal), _begun(rehearsal)
+        if room < 1:
             return None
         prompt = written.question(
             rehearsal.task, attempts, rehearsal.text, self.prompts, self.limits.act_context - room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -202,8 +203,9 @@ def test_tokens_are_counted_exactly():
     mode=st.sampled_from(["parallel", "sequential"]),
     memory=st.sampled_from(["written", "transcript"]),
     width=st.integers(1, 3),
+    prompts=st.sampled_from([FULL, COMPACT]),
 )
-def test_a_budget_of_tokens_is_never_exceeded(budget, n, mode, memory, width):
+def test_a_budget_of_tokens_is_never_exceeded(budget, n, mode, memory, width, prompts):
     calls = [ToolCall("balance", {"owner": name}) for name in ("ann", "bob", "cid")[:width]]
 
     def wide(prompt, key_ids):
@@ -212,8 +214,9 @@ def test_a_budget_of_tokens_is_never_exceeded(budget, n, mode, memory, width):
 
     settings = Settings(mode, n, memory=memory, max_tokens=budget, memory_tokens=100)
     sampler = ScriptedSampler(wide)
-    (unbounded,) = rehearsed([scripted.task()], dataclasses.replace(settings, max_tokens=0), sampler=sampler)
-    (result,) = rehearsed([scripted.task()], settings, sampler=ScriptedSampler(wide))
+    free = dataclasses.replace(settings, max_tokens=0)
+    (unbounded,) = rehearsed([scripted.task()], free, sampler=sampler, prompts=prompts)
+    (result,) = rehearsed([scripted.task()], settings, sampler=ScriptedSampler(wide), prompts=prompts)
     assert result.completion_tokens <= budget
     assert len(result.attempts) <= n
     assert counted(result) <= budget - settings.reserve
@@ -298,17 +301,54 @@ QUOTING = f"Look first:\n{scripted.calling(ToolCall('balance', {'owner': 'ann'})
 
 
 @pytest.mark.parametrize(
-    ("text", "full", "compact"),
+    ("text", "notes"),
     [
-        (QUOTING, QUOTING, CALL),
-        (f"<think>\nhm\n</think>\n\n{QUOTING}<|im_end|>", QUOTING, CALL),
-        ("pay <tool_call>", "pay <tool_call>", "pay"),
-        ("<think>\nnever closed", "", ""),
-        ("pay\n<think>\nnever closed", "pay", "pay"),
+        (QUOTING, QUOTING),
+        (f"<think>\nhm\n</think>\n\n{QUOTING}<|im_end|>", QUOTING),
+        ("pay <tool_call>", "pay <tool_call>"),
+        ("<think>\nnever closed", ""),
+        ("pay\n<think>\nnever closed", "pay"),
     ],
 )  # fmt: skip
-def test_notes_are_read_whole_and_compact_ones_as_calls(text, full, compact):
-    assert (read(text, "full"), read(text, "compact")) == (full, compact)
+def test_notes_are_read_whole(text, notes):
+    assert read(text) == notes
+
+
+PAY = ToolCall("pay", {"payer": "ann", "payee": "bob", "amount": 1})
+
+
+def paying(prompt: str, key_ids) -> str:
+    """Looks, then pays an amount that sampling decides; at a last attempt, the greedy one, as it has read."""
+    answer = script(prompt, key_ids)
+    if "done" not in answer or prompt.count("<tool_response>") > 1:
+        return answer
+    amount = key_ids[3] % 3
+    if key_ids[1] == rehearsal.MEMORY_STREAM:
+        amount = 100 + int(re.search(r'"amount": (\d)', prompt)[1])
+    return scripted.calling(dataclasses.replace(PAY, arguments={**PAY.arguments, "amount": amount}))
+
+
+@pytest.mark.parametrize("placement", ["system", "user"])
+def test_a_compact_memory_is_the_whole_turn_played_once_more_with_the_attempts_in_view(placement):
+    sampler = ScriptedSampler(paying)
+    settings = Settings(n=4, memory_tokens=400, placement=placement)
+    (memory,) = rehearsed([scripted.task()], settings, prompts=COMPACT, sampler=sampler)
+    look, pay = memory.text.splitlines()
+    assert look == CALL and json.loads(pay)["arguments"]["amount"] == 100  # what most attempts paid, and changed
+    last = [request for request in sampler.submitted if request.key_ids[1] == rehearsal.MEMORY_STREAM]
+    assert {request.temperature for request in last} == {0.0} and {request.key_ids[3] for request in last} == {4}
+    first = CHAT.decode(last[0].prompt_tokens)
+    assert (f"turn 0, please\n\n{CALL}" in first) == (placement == "user")
+    assert len(memory.attempts) == 4  # the last one is none of them, and is counted
+    assert memory.prompt_tokens == sum(len(request.prompt_tokens) for request in sampler.submitted)
+    assert memory.completion_tokens > counted(memory)
+
+
+def test_a_compact_memory_that_is_cut_leaves_the_most_frequent_course():
+    settings = Settings(n=4, memory_tokens=60)
+    (memory,) = rehearsed([scripted.task()], settings, prompts=COMPACT, sampler=ScriptedSampler(paying))
+    assert json.loads(memory.text.splitlines()[1])["arguments"]["amount"] == 0
+    assert memory.completion_tokens <= counted(memory) + 60
 
 
 @pytest.mark.parametrize(
