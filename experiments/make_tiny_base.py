@@ -31,7 +31,7 @@ from envace_jax.envs import imperfect, make_environment, tiny
 from envace_jax.logprobs import token_logprobs
 from envace_jax.models import hf
 from envace_jax.models.qwen import QwenConfig, make_policy, parameter_count
-from envace_jax.types import Params, Policy, Role, Segment, Task, ToolCall, Trajectory
+from envace_jax.types import Message, Params, Policy, Role, Segment, Task, ToolCall, Trajectory
 
 OUT = Path(__file__).resolve().parents[1] / "envace_jax" / "assets" / "tiny_base"
 ROW_LENGTH, ROWS = 416, 32  # of a batch
@@ -99,21 +99,27 @@ def model_config(chat: Chat) -> QwenConfig:
     )  # fmt: skip
 
 
-def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, phase: Phase) -> Trajectory:
-    """One walk through a task, with the phase's mistakes, as ACT and REHEARSE segments; the world computes results."""
+def demonstration(
+    prompts: roles.Prompts, task: Task, rng: random.Random, phase: Phase, steps: Sequence[Message] | None = None
+) -> Trajectory:
+    """One walk through a task, as ACT and REHEARSE segments; the world computes results.
+
+    `steps` are the users' and assistant's messages; by default the task's own, with the phase's mistakes.
+    """
     chat = prompts.chat
     environment = make_environment(task.environment)
     stream = roles.act_prompt(prompts, task)
     messages: list[dict] = [{"role": "user", "content": task.user_turns[0]}]
     segments: list[Segment] = []
     users = 1
-    for step in tiny.conversation(task)[1:]:
+    for step in (tiny.conversation(task) if steps is None else steps)[1:]:
         if step["role"] == "user":
             stream = stream + chat.user(step["content"]) + chat.assistant_prefix(prompts.thinking)
             messages.append(dict(step))
             users += 1
         elif step["role"] == "assistant":
-            step = imperfect.imperfect_step(step, task, rng, phase.act_error)
+            if steps is None:
+                step = imperfect.imperfect_step(step, task, rng, phase.act_error)
             calls = [ToolCall(call.name, call.arguments) for call in roles.message_calls(step)]
             body = chat.assistant(step["content"], calls=calls)
             segments.append(_segment(Role.ACT, stream, body))
@@ -150,8 +156,11 @@ def _segment(role: Role, prompt: Sequence[int], body: Sequence[int]) -> Segment:
     )
 
 
-def batches(prompts: roles.Prompts, tasks: Sequence[Task], seed: int, phase: Phase) -> Iterator[dict[str, np.ndarray]]:
-    """Endless packed batches of exactly ROWS rows."""
+def batches(
+    prompts: roles.Prompts, tasks: Sequence[Task], seed: int, phase: Phase,
+    walk: Callable[..., Trajectory] = demonstration, rows: int = ROWS, row_length: int = ROW_LENGTH,
+) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    """Endless packed batches of exactly `rows` rows of what `walk` makes of prompts, task, rng and phase."""
     rng = random.Random(seed)
     pending: dict[str, np.ndarray] = {}
     by_domain: dict[bool, list[Task]] = {True: [], False: []}
@@ -159,17 +168,17 @@ def batches(prompts: roles.Prompts, tasks: Sequence[Task], seed: int, phase: Pha
         by_domain[task.environment is not None and task.environment["name"] == "accounts"].append(task)
     while True:
         chosen = [rng.choice(by_domain[rng.random() < phase.accounts]) for _ in range(64)]
-        walks = [demonstration(prompts, task, rng, phase) for task in chosen]
+        walks = [walk(prompts, task, rng, phase) for task in chosen]
         advantages = [np.ones(len(walk.segments), np.float32) for walk in walks]
         batch, _ = make_batch(
-            walks, advantages, layout="packed", row_length=ROW_LENGTH, rows_multiple=1, pad_id=prompts.chat.pad_id
+            walks, advantages, layout="packed", row_length=row_length, rows_multiple=1, pad_id=prompts.chat.pad_id
         )
         for name in ("tokens", "positions", "sequence_ids", "loss_mask", "role"):
             new = np.asarray(getattr(batch, name))
             pending[name] = np.concatenate([pending[name], new]) if name in pending else new
-        while len(pending["tokens"]) >= ROWS:
-            yield {name: values[:ROWS] for name, values in pending.items()}
-            pending = {name: values[ROWS:] for name, values in pending.items()}
+        while len(pending["tokens"]) >= rows:
+            yield {name: values[:rows] for name, values in pending.items()}
+            pending = {name: values[rows:] for name, values in pending.items()}
 
 
 def matrix_axes(params: Params) -> Params:

@@ -2,12 +2,14 @@
 
 Modes none, parallel and sequential, N = 1, 2, 4 and 8 attempts, the base and the trained policies of three seeds:
 success in the executable environment on held-out tasks, one real run each, sampled and greedy, against the tokens that
-the rehearsals sampled. Placements and writers of the memory are compared at the largest N; `reference` in the place of
-a rehearsal is a memory of the reference's own calls, more than any rehearsal could find.
+the rehearsals sampled. Memories that the policy writes and transcripts are compared for the same parallel attempts,
+placements at the largest N. In the place of a rehearsal `reference` is a memory of the reference's own calls, more than
+any rehearsal could find, and `wrong` is one whose first message errs.
 
-`--trained` takes a work folder or model folder for each seed; where it is left out the policies are trained first, by
-the main command, about 4 minutes each on two quiet cores. Every cell is a file in --runs: an interrupted table goes on
-where it was. Writes `test_time_scaling.json`, `.md` and `.png` into --out.
+`--base` is the policy before training, by default the shipped one, which cannot read a memory; make_tiny_reader.py
+makes one that can. `--trained` takes a work folder or model folder for each seed; where it is left out the policies are
+trained first, from the base by the main command, about 4 minutes each on two quiet cores. Every cell is a file in
+--runs: an interrupted table goes on where it was. Writes NAME`.json`, `.md` and `.png` into --out.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,10 +31,11 @@ import studies
 from studies import ROOT, SEEDS, Variant
 
 from envace_jax import evaluate, fingerprint, main, parts, rehearsal
-from envace_jax.chat import load_tokenizer, render_call
+from envace_jax.chat import load_tokenizer
 from envace_jax.config import local_path, model_path
-from envace_jax.envs import execution_count, tiny
+from envace_jax.envs import execution_count, imperfect, tiny
 from envace_jax.episode import Limits
+from envace_jax.memory import compact_lines
 from envace_jax.metrics import write_json_atomic
 from envace_jax.models import hf
 from envace_jax.rehearsal import Memory, Settings
@@ -43,14 +49,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend has to be chosen first
 
 NAME = "test_time_scaling"
+SHIPPED = "asset:tiny_base"
 ATTEMPTS = (1, 2, 4, 8)  # ascending
 TASKS, TASK_SEED = 64, 0  # the first of the held-out tasks that training's own evaluation has
-MEMORY_TOKENS = 64  # a message of the tiny policy has at most 44
+MEMORY_TOKENS = 192  # a rehearsed turn samples about 55
 ROOM = (  # the memory comes on top of what the tiny world needs
     "--config.limits.act_context=640", "--config.sampler.max_length=640", "--config.sampler.cache_lengths=(640,)",
     "--config.warm_up=False",
 )  # fmt: skip
-REFERENCE = "reference"  # the memory of those who know the answer
+REFERENCE, WRONG = "reference", "wrong"  # memories of those who know the answer
 MEASURES = {"sampled": 1.0, "greedy": 0.0}  # temperature of the real run
 RESAMPLES = 4000
 
@@ -60,15 +67,20 @@ def settings(mode: str, n: int = 1, **changes: Any) -> Settings:
 
 
 def conditions(attempts: Sequence[int]) -> dict[str, Settings]:
-    """What is measured, by name: modes and attempts, then other memories of the same parallel attempts, then those of
-    the reference."""
+    """What is measured, by name: modes and attempts, then the other placement, then memories that no rehearsal made.
+
+    The parallel ones come by ascending attempts, since each goes on from those of the one before."""
     found = {"none": settings("none")}
-    for mode in ("parallel", "sequential"):
-        found |= {f"{mode}:{n}": settings(mode, n) for n in attempts}
-    for placement, memory in (("system", "transcript"), ("user", "written"), ("user", "transcript")):
-        name = f"parallel:{attempts[-1]} {memory} in {placement}"
-        found[name] = settings("parallel", attempts[-1], placement=placement, memory=memory)
-    return found | {f"{REFERENCE} in {place}": settings("none", placement=place) for place in ("system", "user")}
+    for n in attempts:
+        found[f"parallel:{n}"] = settings("parallel", n)
+        found[f"parallel:{n} transcript"] = settings("parallel", n, memory="transcript")
+    found |= {f"sequential:{n}": settings("sequential", n) for n in attempts}
+    for memory in ("written", "transcript"):
+        found[f"parallel:{attempts[-1]} {memory} in user"] = settings(
+            "parallel", attempts[-1], placement="user", memory=memory
+        )
+    known = [(name, place) for name in (REFERENCE, WRONG) for place in ("system", "user")]
+    return found | {f"{name} in {place}": settings("none", placement=place) for name, place in known}
 
 
 # --- one cell ---
@@ -121,17 +133,23 @@ def load(folder: Path) -> Subject:
     )
 
 
-def reference_memory(task: Task) -> Memory:
-    """The calls that the reference makes in the first user turn, in the compact form."""
+def reference_memory(task: Task, wrong: bool = False) -> Memory:
+    """The calls that the reference makes in the first user turn, in the compact form; the first message may err."""
     (first, *_) = tiny.turn_messages(tiny.conversation(task))
-    return Memory("\n".join(render_call(call) for message in first for call in message_calls(message)))
+    steps = [message for message in first if message.get("tool_calls")]
+    rng = random.Random(task.task_id)
+    while wrong and steps:
+        mistaken = imperfect.imperfect_step(steps[0], task, rng, 1.0)
+        if mistaken.get("tool_calls"):  # another mistake is to call nothing
+            steps[0], wrong = mistaken, False
+    return Memory(compact_lines([call for message in steps for call in message_calls(message)]))
 
 
 def measure(subject: Subject, name: str, chosen: Settings, tasks: Sequence[Task], seed: int) -> dict[str, Any]:
     """A cell: rehearsals, then one real run of each task at every temperature."""
     start, before = time.time(), execution_count()
-    if name.startswith(REFERENCE):
-        memories = [reference_memory(task) for task in tasks]
+    if name.startswith((REFERENCE, WRONG)):
+        memories = [reference_memory(task, name.startswith(WRONG)) for task in tasks]
     else:
         memories = subject.memories(chosen, tasks, seed)
     found: dict[str, Any] = {
@@ -249,35 +267,39 @@ def model_folder(given: str) -> Path:
     return inside if (inside / "config.json").is_file() else hf.resolve(path)
 
 
-def trained_folder(given: Sequence[str], number: int, seed: int, runs: Path) -> Path:
-    """The trained policy of a seed, trained now where none is given."""
+def trained_folder(given: Sequence[str], number: int, seed: int, runs: Path, base: Path) -> Path:
+    """The trained policy of a seed, trained now from `base` where none is given."""
     if given:
         return model_folder(given[number])
-    variant = Variant(f"training seed {seed}", (), "configs/tiny.py")
+    variant = Variant(f"training seed {seed}", (f"--config.model.path={base}",), "configs/tiny.py")
     studies.run_one(variant, seed, runs / f"training-seed{seed}", (), None)
     return model_folder(str(runs / f"training-seed{seed}"))
 
 
 def main_(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default=SHIPPED, help="the model folder before training")
+    parser.add_argument("--name", default=NAME, help="of the files in --out, and of the default of --runs")
     parser.add_argument("--trained", nargs="+", default=[], help="a work or model folder for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--policies", nargs="+", default=["base", "trained"], choices=["base", "trained"])
     parser.add_argument("--attempts", type=int, nargs="+", default=list(ATTEMPTS))
     parser.add_argument("--tasks", type=int, default=TASKS)
-    parser.add_argument("--runs", type=Path, default=Path("runs") / NAME, help="where the cells go")
+    parser.add_argument("--runs", type=Path, help="where the cells go; by default runs/NAME")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results")
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(given)
     if args.trained and len(args.trained) != len(args.seeds):
         parser.error(f"--trained: {len(args.trained)} folders for {len(args.seeds)} seeds; give one for each")
     main.use_compilation_cache("")
-    runs, wanted = args.runs.resolve(), conditions(args.attempts)
+    runs, wanted = (args.runs or Path("runs") / args.name).resolve(), conditions(args.attempts)
+    base = hf.resolve(model_path(args.base)) if args.base == SHIPPED else model_folder(args.base).resolve()
     found: dict[str, list[dict[str, dict[str, Any]]]] = {}
     for number, seed in enumerate(args.seeds):
         for policy in args.policies:
-            folder = hf.resolve(model_path("asset:tiny_base"))
+            folder = base
             if policy == "trained":
-                folder = trained_folder(args.trained, number, seed, runs)
+                folder = trained_folder(args.trained, number, seed, runs, base)
             found.setdefault(policy, []).append(cells_of(policy, seed, folder, wanted, args.tasks, runs))
     rows = {
         policy: {name: row([cells[name] for cells in own], [cells["none"] for cells in own]) for name in wanted}
@@ -288,7 +310,9 @@ def main_(arguments: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     everything = [cell for own in found.values() for cells in own for cell in cells.values()]
     result = {
-        "command": f"python experiments/{NAME}.py",
+        "command": shlex.join(
+            ["python", f"experiments/{NAME}.py", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "tasks": args.tasks,
         "seeds": args.seeds,
         "real_calls_before_the_commit": sum(cell["real_calls_before_the_commit"] for cell in everything),
@@ -296,9 +320,9 @@ def main_(arguments: Sequence[str] | None = None) -> None:
         "settings": {name: dataclasses.asdict(chosen) for name, chosen in wanted.items()},
         "rows": rows,
     }
-    write_json_atomic(args.out / f"{NAME}.json", result)
-    (args.out / f"{NAME}.md").write_text(table + "\n")
-    draw(rows, args.attempts, args.out / f"{NAME}.png")
+    write_json_atomic(args.out / f"{args.name}.json", result)
+    (args.out / f"{args.name}.md").write_text(table + "\n")
+    draw(rows, args.attempts, args.out / f"{args.name}.png")
 
 
 if __name__ == "__main__":

@@ -23,13 +23,15 @@ def cell(sampled, greedy, tokens=0.0):
 
 def test_the_conditions_are_the_tests_of_modes_attempts_placements_and_writers():
     found = table.conditions((1, 2))
-    assert list(found)[:5] == ["none", "parallel:1", "parallel:2", "sequential:1", "sequential:2"]
-    rest = {(chosen.mode, chosen.n, chosen.placement, chosen.memory) for chosen in list(found.values())[5:8]}
-    assert rest == {
-        ("parallel", 2, "system", "transcript"), ("parallel", 2, "user", "written"),
-        ("parallel", 2, "user", "transcript"),
-    }  # fmt: skip
-    assert list(found)[8:] == ["reference in system", "reference in user"]
+    assert list(found)[:5] == ["none", "parallel:1", "parallel:1 transcript", "parallel:2", "parallel:2 transcript"]
+    assert list(found)[5:7] == ["sequential:1", "sequential:2"]
+    rest = [(chosen.mode, chosen.n, chosen.placement, chosen.memory) for chosen in list(found.values())[3:9]]
+    assert rest == [
+        ("parallel", 2, "system", "written"), ("parallel", 2, "system", "transcript"),
+        ("sequential", 1, "system", "written"), ("sequential", 2, "system", "written"),
+        ("parallel", 2, "user", "written"), ("parallel", 2, "user", "transcript"),
+    ]  # fmt: skip
+    assert list(found)[9:] == ["reference in system", "reference in user", "wrong in system", "wrong in user"]
 
 
 def test_gains_are_paired_by_task_and_seed():
@@ -53,6 +55,8 @@ def test_a_memory_of_the_reference_holds_the_calls_of_the_first_turn():
         own = [json.loads(line) for line in table.reference_memory(task).text.splitlines()]
         known = [{"name": call.name, "arguments": call.arguments} for call, _ in task.reference]
         assert own == known[: len(own)] and (len(task.user_turns) > 1 or len(own) == len(known))
+        wrong = [json.loads(line) for line in table.reference_memory(task, wrong=True).text.splitlines()]
+        assert (wrong != own) == bool(own) and bool(wrong) == bool(own)
 
 
 def test_cells_are_kept_and_computed_anew_only_where_something_changed(tmp_path, monkeypatch):
