@@ -177,7 +177,8 @@ def batches(
             new = np.asarray(getattr(batch, name))
             pending[name] = np.concatenate([pending[name], new]) if name in pending else new
         while len(pending["tokens"]) >= rows:
-            yield {name: values[:rows] for name, values in pending.items()}
+            if pending["loss_mask"][:rows].any():  # make_batch adds empty rows: a mean over nothing is no loss
+                yield {name: values[:rows] for name, values in pending.items()}
             pending = {name: values[rows:] for name, values in pending.items()}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 
+import make_tiny_base as base
 import make_tiny_reader as reader
 import pytest
 
@@ -103,3 +105,10 @@ def test_notes_stand_in_both_places_of_act_prompts_alone():
     share = {place: count / places.total() for place, count in places.items()}
     assert share == {place: pytest.approx(value, abs=0.12) for place, value in
                      {"user": 0.35, "system": 0.35, "none": 0.3}.items()}  # fmt: skip
+
+
+def test_no_batch_is_empty():
+    """Rows come padded to a number for which a program is compiled; among few rows all could be empty."""
+    found = itertools.islice(base.batches(PROMPTS, TASKS, 2, WORTH, reader.demonstration, 2, reader.ROW_LENGTH), 120)
+    for batch in found:
+        assert batch["tokens"].shape == (2, reader.ROW_LENGTH) and batch["loss_mask"].any()
