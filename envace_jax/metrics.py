@@ -183,12 +183,11 @@ class Lesson:
 def trajectory_record(trajectory: Trajectory, lesson: Lesson | None = None) -> dict[str, Any]:
     """A trajectory as JSON values. Prompts are given by their length: they follow from the conversation.
 
-    With a lesson it has the task, and of each segment the advantage (None where it is not trained) and the tokens'
-    texts.
+    With a lesson it has the group, the task, and of each segment the advantage (None where it is not trained) and the
+    tokens' texts. Without one the group says only where a task stood among those played with it.
     """
     record = {
         "task_id": trajectory.task_id,
-        "group_id": trajectory.group_id,
         "attempt": trajectory.attempt,
         "reward": trajectory.reward,
         "status": trajectory.status,
@@ -197,7 +196,7 @@ def trajectory_record(trajectory: Trajectory, lesson: Lesson | None = None) -> d
         "messages": list(trajectory.messages),
     }
     if lesson is not None:
-        record["task"] = _task(lesson.task)
+        record |= {"group_id": trajectory.group_id, "task": _task(lesson.task)}
     return record | {
         "segments": [_segment(segment, place, lesson) for place, segment in enumerate(trajectory.segments)]
     }
