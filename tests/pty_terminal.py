@@ -20,6 +20,10 @@ from typing import Any
 import pyte
 from conftest import REPOSITORY
 
+# The program takes its standard input for the terminal of its session, so that Ctrl-C reaches it. It does so itself:
+# what a test's process does between fork and exec would be in the way of jax's threads.
+OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+
 
 class PtyTerminal:
     """Runs `code` in a Python process of its own on a terminal of the given size. To be used in a `with`."""
@@ -35,9 +39,9 @@ class PtyTerminal:
         env = {name: value for name, value in os.environ.items() if name not in unset}
         env |= {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
+            [sys.executable, "-c", OWN_TERMINAL + textwrap.dedent(code)],
             **{name: slave for name in ("stdin", "stdout", "stderr")},
-            env=env, preexec_fn=_own_terminal,
+            env=env, start_new_session=True,
         )  # fmt: skip
         os.close(slave)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -110,9 +114,3 @@ class PtyTerminal:
             with self._lock:
                 self.output += piece
                 self._stream.feed(piece)
-
-
-def _own_terminal() -> None:
-    """In the new process: a session whose terminal this is, so that Ctrl-C reaches it."""
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,7 +103,7 @@ def test_every_start_says_where_it_was_made(run: Callable[..., Any], tmp_path: P
     assert (first["step"], second["step"]) == (0, 2) and first["time"] <= second["time"]
     assert first["versions"]["jax"] == jax.__version__ and first["versions"].keys() >= {"python", "envace_jax", "flax"}
     assert (first["backend"], first["processes"]) == ("cpu", 1) and sum(first["devices"].values()) == len(jax.devices())
-    assert "pytest" in first["command"]
+    assert first["command"] == shlex.join(sys.orig_argv)
     refused(lambda: run(small(steps=1)), folder, "below the 3 steps")
     (folder / "environment.json").write_text("{")  # no reason to refuse a run
     run(small(steps=4))
