@@ -13,8 +13,6 @@ import hashlib
 import io
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -240,24 +238,35 @@ def read(path: Path) -> Dump:
     if not path.is_file():
         raise UserError(f"{path}: no such dump; logging.dump_every=1 writes one of every step")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.lib.npyio.NpzFile(opened, allow_pickle=False) as file:
             arrays: dict[str, np.ndarray] = {name: file[name] for name in file.files}
         header = json.loads(arrays["header"].tobytes())
-    except (ValueError, KeyError, OSError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # damage comes as whatever zipfile, zlib and numpy make of it
         raise UserError(f"{path}: not a readable dump of a step ({type(error).__name__}); delete it") from error
     if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
         found = header.get("version") if isinstance(header, dict) else None
         raise UserError(f"{path}: a dump of version {found}; this envace_jax reads version {VERSION}")
     try:
-        return _dump(header, arrays)
+        dump = _dump(header, arrays)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UserError(f"{path}: a dump whose parts do not fit together ({type(error).__name__}: {error})") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path}: a dump whose parts do not fit together ({why})") from error
+    if path.name != file_of(Path(), dump.step).name:
+        raise UserError(f"{path}: the dump of step {dump.step}, under the name of another; give it its own name back")
+    return dump
 
 
 def _dump(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Dump:
     for name, kind in (SEGMENT_ARRAYS | LONG_ARRAYS | OTHER_ARRAYS).items():
         if arrays[name].dtype != kind or arrays[name].ndim != 1:
             raise ValueError(f"{name} is {arrays[name].dtype}{list(arrays[name].shape)}")
+        if name in SEGMENT_ARRAYS and len(arrays[name]) != len(arrays["role"]):
+            raise ValueError(f"{name} tells of {len(arrays[name])} segments, and role of {len(arrays['role'])}")
+    for name in ("settings", "batches", "before", "after", "pieces"):
+        if not isinstance(header[name], dict):
+            raise TypeError(f"{name} is no object")
+    if type(header["step"]) is not int or not {*map(type, header["metrics"])} <= {str}:
+        raise TypeError("step and metrics are not a number and names")
     segments, ends = _segments(arrays), np.cumsum(arrays["segments"])
     if len(ends) != len(header["trajectories"]) or (ends[-1] if len(ends) else 0) != len(segments):
         raise ValueError("the trajectories have other segments than there are")
@@ -270,6 +279,9 @@ def _dump(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Dump:
     attempts = len(whole) - header["rehearsed"]
     filtered = header["settings"]["data"]["filter_zero_variance"]
     tasks = [_task(values) for values in header["tasks"]]
+    unknown = {trajectory.task_id for trajectory in whole[:attempts]} - {task.task_id for task in tasks}
+    if unknown:
+        raise ValueError(f"attempts at {min(unknown)!r}, which is none of its tasks")
     gathered = task_sampling.gathered(tasks, whole[:attempts], header["taken"], filtered=filtered)
     return Dump(
         step=header["step"],

@@ -192,6 +192,24 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-200], b"hello" * 100, whole[:400] + b"\xff" * 40 + whole[440:]):
         path.write_bytes(damaged)
         refused("not a readable dump")
+    rewritten(path, step=11)
+    refused("the dump of step 11, under the name of another")
+    rewritten(path, batches=[])
+    refused("do not fit together .TypeError: batches is no object")
+    rewritten(path, advantages=np.zeros(1, np.float32))
+    refused("advantages tells of 1 segments")
+    rewritten(path, tasks=[])
+    refused("which is none of its tasks")
+    np.save(path.with_suffix(".npy"), np.arange(3))
+    array = path.with_suffix(".npy").read_bytes()
+    # A byte of the first entry's compression method, of its flags, and of the version that is needed to read it.
+    entry = whole.index(b"PK\x01\x02")
+    others = [
+        whole[: entry + at] + bytes([value]) + whole[entry + at + 1 :] for at, value in ((10, 77), (8, 1), (6, 99))
+    ]
+    for damaged in (array, *others):
+        path.write_bytes(damaged)
+        refused("not a readable dump")
     path.unlink()
     with pytest.raises(UserError, match="no such dump; logging.dump_every=1"):
         dumps.read(path)
