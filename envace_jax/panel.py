@@ -6,6 +6,7 @@ A pure function of what is known of the run; it knows no terminal, and no clock.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -180,10 +181,10 @@ def _number(form: str, names: tuple[str, ...], values: Mapping[str, Any]) -> str
 
 
 def _sparks(values: tuple[float, ...]) -> str:
-    known = [value for value in values if value == value]
+    known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     steps = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * steps)] if value == value else " " for value in values)
+    return "".join(BARS[round((value - low) * steps)] if math.isfinite(value) else " " for value in values)
 
 
 def _clean(text: str) -> str:

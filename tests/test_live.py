@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import signal
 import textwrap
@@ -228,9 +229,10 @@ def console(width: int = 200) -> Console:
 @pytest.mark.parametrize("rows", [-3, 1, 4, 5, 12, 40])
 def test_lines_fit_any_terminal(columns: int, rows: int) -> None:
     results = {"real_success": 0.5, "wide_名前" * 9: 0.5, "missing": None}
+    rewards = (0.1, math.nan, math.inf, -math.inf, 0.3)
     reasons = {"[bold]markup[/] \x1b]0;title\x07\r\n\t\u202e": 4, "b" * 300: 1, "c": 1}
     view = View(
-        "runs/名前", 9, 3, "now\x1b[2J", 61.0, 2.0, VALUES | {"reward": None}, (0.1, float("nan"), 0.3), reasons, 2, 3,
+        "runs/名前", 9, 3, "now\x1b[2J", 61.0, 2.0, VALUES | {"reward": None}, rewards, reasons, 2, 3,
         results, {"real_success": 0.4},
     )  # fmt: skip
     lines = panel_lines(view, console(), columns, rows)
