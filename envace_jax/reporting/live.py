@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -75,6 +76,11 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOST}:{self.server_address[1]}/"
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A reader that has gone away, whatever was being read from it or sent to it, is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -115,10 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        try:
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):  # the reader has gone
-            self.close_connection = True
+        self.wfile.write(body)
 
 
 def serve(workdirs: Sequence[Path], port: int) -> int:
@@ -126,7 +129,8 @@ def serve(workdirs: Sequence[Path], port: int) -> int:
     try:
         server = Server(workdirs, port)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--port={port}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--port={port}: {why}; give another --port (0 takes a free one)") from None
     with server:
         server.current.report()  # so that a wrong folder is said at once
         print(f"report at {server.address} (Ctrl-C ends it)", flush=True)
