@@ -66,6 +66,21 @@ def check_writable(value: Json, where: str = "") -> None:
             raise ValueError(f"{_place(where, steps)}: a {type(current).__name__} is not a JSON value")
 
 
+def check_depth(value: Json) -> None:
+    """Raises ValueError for what is nested beyond MAX_DEPTH, whatever else it holds."""
+    level: list[Json] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for holder in level
+            if isinstance(holder, Mapping | list | tuple)
+            for child in (holder.values() if isinstance(holder, Mapping) else holder)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
 def _members(holder: Json, where: str, steps: Steps) -> list[tuple[str | int, Json]]:
     if not isinstance(holder, Mapping):
         return list(enumerate(holder))

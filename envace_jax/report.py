@@ -49,7 +49,8 @@ def write(workdirs: Sequence[Path], out: Path) -> None:
         write_text_atomic(out, text)
     except OSError as error:
         raise UserError(f"--out={out}: cannot be written: {error.strerror}") from error
-    print(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
+    name = str(out).encode(errors="backslashreplace").decode()  # a folder's name may be no text
+    print(f"{name}: {len(text.encode()) / 1e6:.1f} MB")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,4 +68,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    try:
+        sys.exit(main(sys.argv))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -7,6 +7,8 @@ import os
 import random
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -128,6 +130,56 @@ def test_what_is_no_work_folder_is_refused_in_one_line(tmp_path, capsys, make: C
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path / 'other'}") and reason in error and error.count("\n") == 1
     assert not (good / "report.html").exists()
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_pipes(path: Path) -> None:
+    path.mkdir()
+    for name in ("metrics.jsonl", "config.json"):
+        os.mkfifo(path / name)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        (make_loop, "loop", "cannot be read: Too many levels of symbolic links"),
+        (lambda path: None, "x" * 300, "cannot be read: File name too long"),
+        (make_pipes, "pipes", "not a run's work folder"),
+    ],
+    ids=["a loop of links", "a name too long", "pipes"],
+)
+def test_a_path_that_no_folder_is_behind_is_refused_in_one_line(tmp_path, capsys, make, name, reason):
+    make(tmp_path / name)
+    assert report.main(["report", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_pipes_and_values_nested_without_end_are_left_out(folder, capsys):
+    """A pipe would never end, and what copies or writes such values would."""
+    nested = '{"a":' * 500 + "1" + "}" * 500
+    (folder / "summary.json").write_text(nested)
+    (folder / "environment.json").write_text(f"[{nested}]")
+    settings = (folder / "config.json").read_text().rstrip()
+    (folder / "config.json").write_text(f'{settings[:-1]}, "more": {nested}}}')
+    run = read.read_run(folder)
+    assert run.config is None and run.summary is None and run.starts == () and len(run.notes) == 3
+    assert report.main(["report", str(folder)]) == 0
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    (folder / "config.json").write_text(settings)
+    assert read.read_run(folder).steps == () and report.main(["report", str(folder)]) == 0
+
+
+def test_a_folder_whose_name_is_no_text_is_shown(tmp_path):
+    folder = write_run(tmp_path / os.fsdecode(b"run\xff"), steps=2)
+    command = [sys.executable, "-m", "envace_jax.report", str(folder)]
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    done = subprocess.run(command, cwd=Path(report.__file__).parents[1], env=environment, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path).encode()) and done.stderr == b""
 
 
 @pytest.mark.parametrize(
@@ -342,5 +394,22 @@ def test_ctrl_c_ends_the_server_in_order(folder, monkeypatch, capsys):
     monkeypatch.setattr(live.Server, "serve_forever", interrupted)
     assert report.main(["report", str(folder), "--serve", "--port=0"]) == 0
     assert re.fullmatch(r"report at http://127.0.0.1:\d+/ \(Ctrl-C ends it\)\nstopped\n", capsys.readouterr().out)
-    with live.Server([folder], 0) as server, pytest.raises(UserError, match="in use"):
+    with live.Server([folder], 0) as server, pytest.raises(UserError, match="in use; give another --port"):
         live.serve([folder], server.server_address[1])
+
+
+def test_a_reader_that_goes_away_is_no_error(folder, capsys):
+    """Whether it asks nothing, asks and does not wait, or resets the connection."""
+    with live.Server([folder], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        for request in (b"", b"GET / HTTP/1.1\r\nHost: localhost:1\r\n\r\n", b"GET /data HTTP/1.1\r\n"):
+            reader = socket.create_connection(server.server_address[:2])
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a close resets
+            reader.sendall(request)
+            reader.close()
+        urllib.request.urlopen(server.address).read()
+        time.sleep(0.3)
+        server.shutdown()
+        thread.join()
+    assert capsys.readouterr().err == ""

@@ -174,6 +174,34 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path):
     assert viewer_data(tmp_path / "nothing", LARGE)["bodies"] == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group_id": [1]}, {"group_id": {"a": 1}}, {"group_id": "a"}, {"group_id": 0.5}, {"attempt": float("inf")},
+        {"messages": [[[[]]]] * 3}, {"logprobs": [float("-inf")]},
+        {"task": {"user_turns": json.loads("[" * 300 + "]" * 300)}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_record_that_no_run_wrote_keeps_no_other_out(tmp_path, changes):
+    records = made.run_of(2, 1, 2)
+    broken = copy.deepcopy(records[0])
+    (broken["segments"][0] if "logprobs" in changes else broken).update(changes)
+    data = data_of(tmp_path, [broken, *records[1:]])
+    assert len(data["bodies"]) == 3 and len(data["notes"]) == 1 and "a trajectory was left out" in data["notes"][0]
+
+
+def test_a_step_beyond_a_browsers_numbers_is_no_step(tmp_path):
+    folder = made.write(tmp_path, made.run_of(1, 1, 2))
+    with open(folder / "trajectories.jsonl", "a") as file:
+        for step in ("1" * 5000, "1" * 30, "-1"):
+            file.write(f'{{"step": {step}, "segments": []}}\n')
+    data = viewer_data(folder, LARGE)
+    assert len(data["bodies"]) == 2 and [note.partition(":")[0][-6:] for note in data["notes"]] == [
+        "line 3", "line 4", "line 5"
+    ]  # fmt: skip
+
+
 def test_a_dumped_step_takes_the_place_of_its_samples(tmp_path, monkeypatch):
     records = made.run_of(3, 2)
     samples = [record for record in records if record["attempt"] == 0]

@@ -12,11 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envace_jax.json_values import json_equal
+from envace_jax.json_values import check_depth, json_equal
 from envace_jax.types import Json
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 TASK_FIELDS = ("user_turns", "checklist", "reference")
+# What reading a record raises that no run wrote.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,8 @@ def json_text(value: Json) -> str:
 
 
 def compact(record: Mapping[str, Any], tables: Tables) -> Compact:
-    """The trajectory of one record. Raises KeyError, TypeError, ValueError or AttributeError for what is none."""
+    """The trajectory of one record. Raises one of `UNREADABLE` for what is none."""
+    check_depth(record)
     messages, segments = list(record["messages"]), list(record["segments"])
     given = record.get("task") or {}
     known = {name: given[name] for name in TASK_FIELDS if name in given}
@@ -108,7 +111,7 @@ def compact(record: Mapping[str, Any], tables: Tables) -> Compact:
     row = {
         "step": int(record["step"]),
         "task": tables.task({"task_id": str(record["task_id"]), **known}),
-        "group": record.get("group_id"),
+        "group": _group(record),
         "attempt": int(record["attempt"]),
         "reward": None if record.get("reward") is None else round(float(record["reward"]), 4),
         "failed": record["status"] != "ok",
@@ -120,6 +123,13 @@ def compact(record: Mapping[str, Any], tables: Tables) -> Compact:
         "rehearse_tokens": _tokens(segments, "rehearse"),
     }
     return Compact(row, json_text(body))
+
+
+def _group(record: Mapping[str, Any]) -> int | None:
+    group = record.get("group_id")
+    if group is not None and type(group) is not int:
+        raise TypeError(f"group_id is {group!r:.40}, not a whole number")
+    return group
 
 
 def align(messages: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:

@@ -7,14 +7,18 @@ folder that holds nothing of a run is refused. Nothing is written, and no device
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from envace_jax.config import UserError
 from envace_jax.environment import ENVIRONMENT_FILE
+from envace_jax.json_values import check_depth
 from envace_jax.metrics import METRICS_FILE, TRAJECTORIES_FILE
 from envace_jax.workfolder import CONFIG_FILE, OUR_GROUPS, SUMMARY_FILE
 
@@ -40,7 +44,7 @@ class Run:
 def read_runs(workdirs: Sequence[Path]) -> list[Run]:
     """The runs in these folders, in order, with names that differ. Raises UserError with one line for the first that
     is no work folder, and where one is named twice."""
-    folders = [workdir.resolve() for workdir in workdirs]
+    folders = [Path(os.path.realpath(workdir)) for workdir in workdirs]  # which no loop of links stops
     for number, folder in enumerate(folders):
         if folder in folders[:number]:
             raise UserError(f"{workdirs[number]}: named twice")
@@ -60,33 +64,47 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 def read_run(workdir: Path, name: str = "") -> Run:
     """The run in a folder. Raises UserError, one line, where there is none."""
-    if not workdir.is_dir():
-        problem = "not a folder" if workdir.exists() else "no such folder"
-        raise UserError(f"{workdir}: {problem}; a run's --workdir is wanted")
+    _check_folder(workdir)
     path = workdir / METRICS_FILE
     notes: list[str] = []
     config = _object(workdir / CONFIG_FILE, notes)
     if config is not None and not all(isinstance(config.get(group), dict) for group in OUR_GROUPS):
         notes.append(f"{CONFIG_FILE}: not the settings of a run, so none are shown")
         config = None
-    if not path.is_file() and config is None:
+    if not os.path.isfile(path) and config is None:
         raise UserError(f"{workdir}: not a run's work folder: it has neither {METRICS_FILE} nor a run's {CONFIG_FILE}")
     rows = _rows(path, notes)
-    if not rows and config is None and path.stat().st_size:
+    if not rows and config is None and _bytes(path, []):
         raise UserError(f"{path}: no line of it is a step's record, so the folder is not a run's")
     steps = tuple(sorted(rows))
     known = dict.fromkeys(name for row in rows.values() for name in row)  # in the order of the file
     return Run(
-        name=name or workdir.resolve().name,
+        name=name or os.path.basename(os.path.realpath(workdir)),
         folder=str(workdir),
         steps=steps,
         metrics={metric: tuple(rows[step].get(metric) for step in steps) for metric in known},
         config=config,
         starts=tuple(_starts(workdir / ENVIRONMENT_FILE, notes)),
         summary=_object(workdir / SUMMARY_FILE, notes),
-        written=path.stat().st_mtime if path.is_file() else None,
+        written=os.path.getmtime(path) if os.path.isfile(path) else None,
         notes=tuple(notes),
     )
+
+
+def _check_folder(workdir: Path) -> None:
+    """Raises UserError where there is no folder that can be read."""
+    problem = ""
+    try:
+        if not stat.S_ISDIR(os.stat(workdir).st_mode):
+            problem = "not a folder"
+        elif not os.access(workdir, os.R_OK | os.X_OK):
+            problem = f"cannot be read: {os.strerror(errno.EACCES)}"
+    except FileNotFoundError:
+        problem = "no such folder"
+    except OSError as error:  # a loop of links, a name that is too long, a folder above that is closed
+        problem = f"cannot be read: {error.strerror}"
+    if problem:
+        raise UserError(f"{workdir}: {problem}; a run's --workdir is wanted")
 
 
 def _rows(path: Path, notes: list[str]) -> dict[int, dict[str, float]]:
@@ -109,10 +127,10 @@ def _rows(path: Path, notes: list[str]) -> dict[int, dict[str, float]]:
 
 
 def _starts(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return []
     starts = _parsed(_bytes(path, notes))
-    if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+    if isinstance(starts, list) and all(isinstance(start, dict) for start in starts) and _is_shallow(starts):
         return starts
     notes.append(f"{path.name}: not a list of starts, so none are shown")
     return []
@@ -120,19 +138,21 @@ def _starts(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no such file, or, with a note, no such thing in it."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     found = _parsed(_bytes(path, notes))
-    if isinstance(found, dict):
+    if isinstance(found, dict) and _is_shallow(found):
         return found
     notes.append(f"{path.name}: not a JSON object, so it is left out")
     return None
 
 
 def _bytes(path: Path, notes: list[str]) -> bytes:
+    if not os.path.isfile(path):  # a run that has only begun; or a pipe, which would never end
+        return b""
     try:
         return path.read_bytes()
-    except FileNotFoundError:  # a run that has only begun
+    except FileNotFoundError:
         return b""
     except OSError as error:
         notes.append(f"{path.name}: cannot be read: {error.strerror}")
@@ -145,6 +165,15 @@ def _parsed(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether nothing is nested so deeply that what copies or writes it would fail."""
+    try:
+        check_depth(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:

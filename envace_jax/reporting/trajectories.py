@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envace_jax.metrics import TRAJECTORIES_FILE, json_line
-from envace_jax.reporting.compact import Compact, Tables, compact
+from envace_jax.reporting.compact import UNREADABLE, Compact, Tables, compact
 from envace_jax.types import Json
 
 FORMAT = 1  # of what `viewer_data` gives; viewer.js says so where it is another
@@ -25,11 +26,11 @@ ONE_STEP = 0.25  # of the space: what a step may take before others have had the
 SPARE = 2048  # bytes for what stands around the trajectories
 MISSES = 40  # so many groups in a row that do not fit: the space is used up
 MOST_NOTES = 10
+LARGEST_STEP = 2**53  # up to which a browser counts
 LEVEL = 6  # of gzip
 _STEP = re.compile(rb'\s*\{\s*"step"\s*:\s*(\d+)\s*[,}]')
 
 Record = Mapping[str, Any]
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +159,11 @@ def _by_turns(steps: Sequence[int]) -> Iterator[int]:
 
 def _groups(records: Sequence[Record]) -> list[list[Record]]:
     """The records of a step by group, those that say most of what went wrong first."""
-    groups: dict[Json, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         group = record.get("group_id")
-        groups.setdefault(str(record.get("task_id")) if group is None else group, []).append(record)
+        name = f"task {record.get('task_id')}" if group is None else f"group {group}"
+        groups.setdefault(name, []).append(record)
 
     def sound(group: Sequence[Record]) -> tuple[bool, bool]:
         try:
@@ -192,9 +194,14 @@ def _steps(workdir: Path, notes: list[str]) -> dict[int, Step]:
 def _sampled(path: Path, notes: list[str]) -> dict[int, Step]:
     """The steps of a JSONL file. It may be larger than what is shown of it, so only the places of lines are kept."""
     places: dict[int, list[tuple[int, int]]] = {}
-    if not path.is_file():
+    if not os.path.isfile(path):
         return {}
-    with open(path, "rb") as file:
+    try:
+        file = open(path, "rb")
+    except OSError as error:
+        _note(notes, f"{path.name}: cannot be read: {error.strerror}")
+        return {}
+    with file:
         start = 0
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):  # else it was cut off by a kill
@@ -208,8 +215,13 @@ def _sampled(path: Path, notes: list[str]) -> dict[int, Step]:
 
 
 def _lines(path: Path, places: Sequence[tuple[int, int]], notes: list[str]) -> list[Record]:
-    records = []
-    with open(path, "rb") as file:
+    records: list[Record] = []
+    try:
+        file = open(path, "rb")
+    except OSError as error:  # it was there a moment ago
+        _note(notes, f"{path.name}: cannot be read: {error.strerror}")
+        return records
+    with file:
         for start, length in places:
             file.seek(start)
             try:
@@ -221,13 +233,11 @@ def _lines(path: Path, places: Sequence[tuple[int, int]], notes: list[str]) -> l
 
 def _step_of(line: bytes) -> int | None:
     found = _STEP.match(line)  # as this program writes it
-    if found:
-        return int(found.group(1))
     try:
-        step = json.loads(line)["step"]
+        step = int(found.group(1)) if found else json.loads(line)["step"]
     except UNREADABLE:
         return None
-    return step if type(step) is int else None
+    return step if type(step) is int and 0 <= step <= LARGEST_STEP else None
 
 
 def _place(one: Compact) -> tuple[int, int, int]:
