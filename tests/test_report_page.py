@@ -228,6 +228,22 @@ def test_text_never_becomes_markup(browser, tmp_path):
     assert got.complaints() == []
 
 
+def test_names_that_every_object_inherits_are_names_like_others(browser, tmp_path):
+    """A run lacks them, and another has them."""
+    folder = write_run(tmp_path / "run", steps=3)
+    inherited = ("constructor", "__proto__", "toString", "ended___proto__")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 4, "reward": 0.5, **dict.fromkeys(inherited, 2)}) + "\n")
+    (folder / "summary.json").write_text('{"constructor": 7}')
+    got = opened(browser, [folder, write_run(tmp_path / "other", steps=2)], tmp_path / "report.html")
+    other = "document.querySelector('figure[data-panel=other] select')"
+    for name in inherited[:3]:
+        choose(got, other, name)
+        assert got.js(f"{other}.value") == name
+    assert [cell for cell in text(got, "#summary-table tr:has(th[scope=row])").split()] == ["constructor", "7", "–"]
+    assert got.complaints() == []
+
+
 def cut_off(folder: Path) -> None:
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-25])

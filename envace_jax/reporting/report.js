@@ -138,6 +138,9 @@
   }
 
   function show(data, viewer) {
+    // A metric may have the name of what every object inherits: "constructor", "__proto__".
+    for (const run of data.runs)
+      for (const named of [run.metrics, run.summary]) if (named) Object.setPrototypeOf(named, null);
     state.data = data;
     fillRuns();
     for (const panel of [...data.panels, OTHER]) {
