@@ -2,6 +2,9 @@
 
 A thread hears the signals, because Python's own handlers wait for the main thread, which may be busy on a device for
 minutes. A second signal, SIGTERM or Ctrl-C, ends the process at once.
+
+Python drops a KeyboardInterrupt that it raises in a destructor or in a callback of its garbage collector, of which jax
+has one; such a Ctrl-C is sent again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
+
+AGAIN_S = 0.05  # until a Ctrl-C that came to nothing is sent again
 
 
 class Stopped(Exception):
@@ -27,6 +33,7 @@ class Signals:
 
     def __init__(self, leave: Callable[[int], object]) -> None:
         self._heard: list[int] = []
+        self._again = 0  # signals on their way that were heard before
         self._leave = leave
 
     def asked(self) -> bool:
@@ -36,12 +43,22 @@ class Signals:
     def hear(self, number: int) -> None:
         if number not in (signal.SIGTERM, signal.SIGINT):
             return
+        if number == signal.SIGINT and self._again:
+            self._again -= 1
+            return
         self._heard.append(number)
         if len(self._heard) > 1:
             print("stopped at once by a second signal", file=sys.stderr, flush=True)
             self._leave(128 + number)
         elif number == signal.SIGTERM:
             print("SIGTERM: stops after this step; a second one stops at once", file=sys.stderr, flush=True)
+
+    def send_again(self) -> None:
+        """Ctrl-C once more, since the first came to nothing; it is no second one."""
+        self._again += 1
+        timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
 
 @contextlib.contextmanager
@@ -57,9 +74,19 @@ def listening(leave: Callable[[int], object] = os._exit) -> Iterator[Signals]:
     thread.start()
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    tell = sys.unraisablehook
+
+    def dropped(what: Any) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            signals.send_again()
+        else:
+            tell(what)
+
+    sys.unraisablehook = dropped
     try:
         yield signals
     finally:
+        sys.unraisablehook = tell
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, before)
         os.close(writer)

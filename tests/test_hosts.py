@@ -452,6 +452,32 @@ def test_ctrl_c_interrupts_and_a_second_ends_at_once():
     assert left == [130]
 
 
+def test_ctrl_c_that_python_drops_is_not_lost(run_python):
+    """In a callback of the garbage collector, of which jax has one, an exception comes to nothing."""
+    code = """
+        import gc, os, signal, time
+        from envace_jax import stopping
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        left, sent = [], []
+
+        def callback(*_):
+            if not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+
+        with stopping.listening(left.append):
+            gc.callbacks.append(callback)
+            try:
+                gc.collect()
+                time.sleep(20)
+            except KeyboardInterrupt:
+                print("interrupted", sent, left)
+    """
+    assert run_python(code).splitlines()[-1] == "interrupted [1] []"
+
+
 def test_the_thread_of_signals_hears_none_outside_the_main_thread():
     def listen():
         with stopping.listening() as signals:
