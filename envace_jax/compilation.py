@@ -20,14 +20,13 @@ def compile_together(wanted: Sequence[Lowering], progress: Callable[[str], None]
     jax keeps what `Lowered.compile` gives for the shapes, dtypes and places that were lowered for. `progress` is told
     each name before its programs are lowered, which Python does in this thread. The longest had best come first.
     """
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
-        compiled = []
-        try:
-            for name, lower in wanted:
-                progress(name)
-                compiled += [pool.submit(program.compile) for program in lower()]
-            for future in compiled:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what is being compiled cannot be stopped
-            raise
+    pool = concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_ONCE))
+    compiled = []
+    try:
+        for name, lower in wanted:
+            progress(name)
+            compiled += [pool.submit(program.compile) for program in lower()]
+        for future in compiled:
+            future.result()
+    finally:  # after an error or Ctrl-C, what is being compiled cannot be stopped, and nobody here waits for it
+        pool.shutdown(wait=False, cancel_futures=True)

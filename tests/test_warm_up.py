@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import threading
+import time
 import types
 
 import jax
@@ -71,6 +72,23 @@ def test_programs_are_compiled_while_others_are():
         patch.setattr("os.cpu_count", lambda: 2)
         compile_together([(name, lambda at=at: [programs[at]]) for at, name in enumerate("ab")], told.append)
     assert told == ["a", "b"]
+
+
+def test_an_error_and_ctrl_c_do_not_wait_for_what_is_being_compiled():
+    end = threading.Event()
+    slow = types.SimpleNamespace(compile=lambda: end.wait(60))
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("os.cpu_count", lambda: 1)
+            began = time.monotonic()
+            compile_together([("slow", lambda: [slow]), ("never", interrupted)])
+        assert time.monotonic() - began < 30
+    finally:
+        end.set()
 
 
 def test_a_program_that_cannot_be_compiled_is_an_error():
