@@ -125,7 +125,10 @@ def _check_scores(task: Task, reward: ChecklistReward) -> None:
             raise ValueError(f"task {task.task_id}: the gold solution scores {gold.reward} in turn {turn}")
         idle = reward.score_turn(task, turn, [{"role": "assistant", "content": ""}]).result()
         if idle.reward != 0:
-            raise ValueError(f"task {task.task_id}: doing nothing scores {idle.reward} in turn {turn}")
+            raise ValueError(
+                f"task {task.task_id}: doing nothing scores {idle.reward} in turn {turn}; let items that it "
+                "earns, such as no_call, depend on one about the reply (dependence)"
+            )
 
 
 def _environment_of(task: Task) -> Json:
