@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from browser import Browser
 from jax.experimental.compilation_cache import compilation_cache
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -77,3 +78,10 @@ def programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    """Chromium without a window; to be used where `browser.CHROMIUM` names one."""
+    with Browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started

@@ -108,12 +108,6 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.01)  # so that they arrive one by one
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     served = ScriptedServer()

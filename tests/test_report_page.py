@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 ALL = [panel.id for panel in panels.PANELS] + ["other"]
 DRAWN = "[...document.querySelectorAll('.plot svg[role=img]')].map(found => found.closest('figure').dataset.panel)"
 LINES = "[...document.querySelectorAll('figure[data-panel={}] .plot svg g[stroke-width=\"2\"]')]"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import viewer_records as made
 from accessibility import AXE, serious_faults
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM
 from viewer_page import LARGE, choose, data_of, differing, go_to, listed, opened, page_of, record_where, two_runs
 
 from envace_jax.reporting.trajectories import packed_size, viewer_data
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +94,7 @@ def test_no_trajectories_and_other_versions_are_said(browser, tmp_path):
     assert page.complaints() == []
 
 
+ROWS = "document.querySelectorAll('.tv-row').length"
 SCROLL = """(async () => {
   const list = document.querySelector('.tv-list');
   let worst = 0;
@@ -128,15 +122,15 @@ SEARCH = """(async () => {
 })()"""
 
 
-def test_two_thousand_trajectories_stay_smooth(browser, tmp_path, record_property):
-    """Bounds are for a busy machine; what was measured is printed, and a property of the test's result."""
+def test_of_two_thousand_trajectories_few_are_in_the_page(browser, tmp_path, record_property):
+    """Wherever the list is, so that it stays smooth. How long each took is printed, and a property of the result."""
     data = data_of(tmp_path / "run", made.run_of(50, 10))
     assert len(data["bodies"]) == 2000 and packed_size(data) < 3_000_000
     page = opened(browser, page_of(tmp_path, run=data))
     times = {"start": page.js("window.took")}
-    assert page.js("document.querySelectorAll('.tv-row').length") < 60
+    assert page.js(ROWS) < 60
     times["scroll"] = page.js(SCROLL)
-    assert 10 < page.js("document.querySelectorAll('.tv-row').length") < 60
+    assert 10 < page.js(ROWS) < 60
     assert "step 50" in listed(page)[-1] or "step 49" in listed(page)[-1]
     times["next"] = page.js(NEXT)
     begun = "(() => { const begun = performance.now();"
@@ -144,13 +138,13 @@ def test_two_thousand_trajectories_stay_smooth(browser, tmp_path, record_propert
         f"{begun} const field = document.getElementById('tv-shown'); field.value = 'unequal';"
         "field.dispatchEvent(new Event('change')); document.body.offsetHeight; return performance.now() - begun; })()"
     )
+    assert 0 < page.js(ROWS) < 60
     choose(page, "shown", "all")
     times["search"] = page.js(SEARCH)
+    assert page.js(ROWS) < 60
     for name, value in times.items():
         record_property(name, round(value, 1))
     print({name: f"{value:.0f} ms" for name, value in times.items()}, f"{packed_size(data):,} bytes")
-    bounds = {"start": 3000, "scroll": 400, "next": 300, "filter": 500, "search": 8000}
-    assert {name: value for name, value in times.items() if value > bounds[name]} == {}
 
 
 @pytest.mark.parametrize("width", [390, 1280])
