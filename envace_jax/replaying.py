@@ -130,17 +130,9 @@ def state_before(
 
 def _check_settings(between: Dump, settings: Mapping[str, Any]) -> None:
     """Raises UserError where a step between was learned with other settings: on another mesh, say."""
-    free = (
-        "logging",
-        "evaluation",
-        "checkpoint",
-        "warm_up",
-        "compilation_cache",
-        "steps",
-        "reward",
-        "external",
-        "user",
-    )
+    free = {"logging", "evaluation", "checkpoint", "warm_up", "compilation_cache", "reward", "external", "user"}
+    if settings["optimizer"]["schedule"] == "constant":  # others are stretched over the steps
+        free.add("steps")
     different = configuration.differing_settings(between.settings, settings)
     lines = [line for key, line in different.items() if key.split(".")[0] not in free]
     if lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -204,6 +205,18 @@ def test_a_step_between_of_other_settings_is_refused(command, capsys):
     rewritten(dumps.file_of(folder, 2), settings={**settings, "mesh": {"data": 2, "fsdp": 1, "tensor": 1}})
     assert run("--step=3") == 2
     assert "the dump of step 2 is of other settings: mesh.data: 2 -> 1" in capsys.readouterr().err
+
+
+def test_other_steps_are_other_settings_where_the_learning_rate_is_stretched_over_them(command):
+    dump = dumps.read(dumps.file_of(command[0], 2))
+    for schedule in ("constant", "cosine"):
+        settings = {**dump.settings, "optimizer": {**dump.settings["optimizer"], "schedule": schedule}}
+        between = dataclasses.replace(dump, settings={**settings, "steps": 99})
+        refused = (
+            contextlib.nullcontext() if schedule == "constant" else pytest.raises(UserError, match="steps: 99 -> ")
+        )
+        with refused:
+            replaying._check_settings(between, settings)
 
 
 def test_what_is_missing_is_said_in_one_line(command, capsys, tmp_path):
