@@ -243,6 +243,9 @@ class BatchConfig:
 class EvalConfig:
     every: int = 0  # steps between evaluations; 0 evaluates before the first and after the last step only
     heldout_tasks: int = 0  # 0 leaves the evaluation out
+    # Where they come from: tiny, BENCHMARK:PART or a file of executable tasks, of which the first are taken. "" takes
+    # them out of data.source, which then does not train on them.
+    source: str = ""
     samples: int = 4  # sampled attempts at each held-out task
     unseen_tasks: int = 0  # tasks of the domain that training never sees
     greedy: bool = True  # also one greedy attempt at each task

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from envace_jax import envs
 from envace_jax.lora import TARGETS
 
 if TYPE_CHECKING:
@@ -124,17 +123,17 @@ def _sources(config: RunConfig) -> Iterator[str]:
             f"data.longest_prompt: {config.data.longest_prompt} has no effect above prompts.max_act_prompt="
             f"{config.prompts.max_act_prompt}, beyond which tasks are left out too; lower it, or raise that"
         )
-    if config.data.split == "heldout" and config.evaluation.heldout_tasks:
+    wanted = config.evaluation
+    if wanted.source and not wanted.heldout_tasks:
+        yield f"evaluation.source: {wanted.source} is not played with evaluation.heldout_tasks=0; say how many tasks"
+    if config.data.split == "heldout" and wanted.heldout_tasks and not wanted.source:
         yield "data.split: training on the held-out tasks leaves nothing to evaluate on; set it to train"
     if config.data.source == "tiny" and config.data.count < 1:
         yield "data.count: the tiny world generates its tasks; say how many (at least 1)"
-    if config.data.source != "tiny":
-        if config.evaluation.heldout_tasks and envs.load_process(config.data.source.partition(":")[0]) is None:
-            there = ", ".join(["tiny", *(f"{name}:..." for name in envs.process_names())])
-            yield f"evaluation.heldout_tasks: needs executable tasks, which the sources {there} have; set it to 0"
-        for key in ("unseen_tasks", "fidelity_calls"):
-            if getattr(config.evaluation, key):
-                yield f"evaluation.{key}: only data.source=tiny has what it needs; set it to 0"
+    if config.data.source != "tiny" and wanted.unseen_tasks:
+        yield "evaluation.unseen_tasks: only data.source=tiny has what it needs; set it to 0"
+    if config.data.source != "tiny" and wanted.fidelity_calls and not wanted.heldout_tasks:
+        yield "evaluation.fidelity_calls: needs held-out tasks; set evaluation.heldout_tasks too, or it to 0"
 
 
 def _models_outside(config: RunConfig) -> Iterator[str]:

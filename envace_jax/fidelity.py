@@ -67,14 +67,19 @@ def can_be_held_out(task: Task) -> list[int]:
 
     A task whose conversation makes other calls than its reference has none.
     """
+    if not tells_reference(task):
+        return []
+    rehearsed = [roles.parse_rehearsal(roles.rehearsal_target(result)) for _, result in task.reference]
+    return [place for place, (_, ok) in enumerate(rehearsed) if ok]
+
+
+def tells_reference(task: Task) -> bool:
+    """Whether the task has a reference conversation, and that makes the calls of its reference, at least one."""
     told = [
         call for message in task.conversation if message["role"] == "assistant" for call in roles.message_calls(message)
     ]
     known = [call for call, _ in task.reference]
-    if len(told) != len(known) or not all(map(_same_call, told, known)):
-        return []
-    rehearsed = [roles.parse_rehearsal(roles.rehearsal_target(result)) for _, result in task.reference]
-    return [place for place, (_, ok) in enumerate(rehearsed) if ok]
+    return 0 < len(told) == len(known) and all(map(_same_call, told, known))
 
 
 def hold_out(tasks: Sequence[Task], prompts: roles.Prompts, *, count: int, seed: int, step: int) -> tuple[HeldOut, ...]:

@@ -18,7 +18,7 @@ from envace_jax.chat import Chat, load_tokenizer
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.data import check_disjoint, read_corpus
 from envace_jax.envs import tiny
-from envace_jax.fidelity import rehearsable
+from envace_jax.fidelity import rehearsable, tells_reference
 from envace_jax.models import hf, peft
 from envace_jax.rewards import Reward, choose
 from envace_jax.task_store import StoredTasks
@@ -60,6 +60,7 @@ def read_inputs(config: RunConfig, reward: Reward) -> Inputs:
     tasks, heldout, unseen = _tasks(config)
     check_disjoint(tasks, (*heldout, *unseen), "data.source and the evaluation")
     _check_tasks(config, tasks, reward)
+    _check_heldout(config, heldout, reward)
     _check_fidelity(config, tasks)
     _check_user(config, tasks, heldout)
     folder = hf.resolve(configuration.model_path(config.model.path))
@@ -136,31 +137,54 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _tasks(config: RunConfig) -> tuple[Sequence[Task], tuple[Task, ...], tuple[Task, ...]]:
+    """Those to train on, to evaluate on, and of the domain that training never sees."""
     data, wanted = config.data, config.evaluation
-    if data.source != "tiny":
-        benchmark, _, part = data.source.partition(":")
-        process = envs.load_process(benchmark)
-        if process is None:
-            stored = read_file_tasks(data)
-            return (stored[: data.count] if data.count else stored), (), ()
-        tasks, heldout = _hold_out(process.tasks(part), wanted.heldout_tasks, data.seed)
-        return (tasks[: data.count] if data.count else tasks), heldout, ()
-    return (
-        tuple(tiny.tasks(data.split, data.count, data.seed)),
-        tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed)),
-        tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed)),
-    )
+    tasks: Sequence[Task]
+    heldout = _evaluated(config) if wanted.source else None
+    if data.source == "tiny":
+        if heldout is None:
+            heldout = tuple(tiny.tasks("heldout", wanted.heldout_tasks, data.seed))
+        tasks = tuple(tiny.tasks(data.split, data.count, data.seed))
+        return tasks, heldout, tuple(tiny.tasks("unseen", wanted.unseen_tasks, data.seed))
+    own = _own_tasks(data.source)
+    tasks = read_file_tasks(data) if own is None else own
+    if heldout is None:
+        tasks, heldout = _hold_out(tasks, wanted.heldout_tasks, data.seed)
+    return (tasks[: data.count] if data.count else tasks), heldout, ()
 
 
-def _hold_out(tasks: Sequence[Task], count: int, seed: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+def _own_tasks(source: str) -> tuple[Task, ...] | None:
+    """The tasks of a benchmark of this package, BENCHMARK:PART; None for any other source."""
+    benchmark, _, part = source.partition(":")
+    process = envs.load_process(benchmark)
+    return None if process is None else tuple(process.tasks(part))
+
+
+def _evaluated(config: RunConfig) -> tuple[Task, ...]:
+    """The first tasks of `evaluation.source`. Raises ConfigError where there are fewer than wanted."""
+    source, count = config.evaluation.source, config.evaluation.heldout_tasks
+    if source == "tiny":
+        return tuple(tiny.tasks("heldout", count, config.data.seed))
+    found: Sequence[Task] | None = _own_tasks(source)
+    if found is None:
+        found = read_corpus(configuration.local_path(source), config.data.checklist).tasks
+    if count > len(found):
+        raise ConfigError(f"evaluation.heldout_tasks: {count} is more than the {len(found)} tasks of {source}")
+    return tuple(found[:count])
+
+
+def _hold_out(tasks: Sequence[Task], count: int, seed: int) -> tuple[Sequence[Task], tuple[Task, ...]]:
     """Those to train on and `count` drawn by the seed to evaluate on, both in their order."""
     if count and count >= len(tasks):
         raise ConfigError(
             f"evaluation.heldout_tasks: {count} of the {len(tasks)} tasks there are leave none to train on"
         )
+    if not count:
+        return tasks, ()
     held = set(np.random.default_rng((seed, HELDOUT_STREAM)).permutation(len(tasks))[:count].tolist())
-    kept = tuple(task for place, task in enumerate(tasks) if place not in held)
-    return kept, tuple(task for place, task in enumerate(tasks) if place in held)
+    places = [place for place in range(len(tasks)) if place not in held]
+    kept = tasks.chosen(places) if isinstance(tasks, StoredTasks) else tuple(tasks[place] for place in places)
+    return kept, tuple(tasks[place] for place in sorted(held))
 
 
 def read_file_tasks(data: configuration.DataConfig) -> StoredTasks:
@@ -203,6 +227,35 @@ def _check_tasks(config: RunConfig, tasks: Sequence[Task], reward: Reward) -> No
                 raise ConfigError(f"rollout.responder: real needs an environment, and task {task.task_id!r} names none")
             if envs.load_process(task.environment["name"]) is None:
                 envs.load_domain(task.environment["name"])
+
+
+def _check_heldout(config: RunConfig, heldout: Sequence[Task], reward: Reward) -> None:
+    """Raises ConfigError for held-out tasks whose success, or whose results, could not be told."""
+    if not heldout:
+        return
+    where = config.evaluation.source or config.data.source
+    for task in heldout:
+        if task.environment is None:
+            raise ConfigError(
+                f"evaluation.heldout_tasks: task {task.task_id!r} of {where} has no executable environment; name "
+                "a source whose tasks have one (--config.evaluation.source=FILE), or set it to 0"
+            )
+        if envs.load_process(task.environment["name"]) is None:
+            envs.load_domain(task.environment["name"])
+    can_score = getattr(reward, "can_score", lambda task: True)  # only some rewards know
+    own = [task for task in heldout if envs.load_process((task.environment or {})["name"]) is None]
+    lost = sum(not can_score(task) for task in own)
+    if own and lost == len(own) == len(heldout):
+        raise ConfigError(
+            f"evaluation.heldout_tasks: every one of {where} has checklist items that need a judge (reward.kind=judge)"
+        )
+    if lost:
+        print(f"{lost} of {len(heldout)} held-out tasks have items that need a judge, so they are masked", flush=True)
+    if config.evaluation.fidelity_calls and not any(map(tells_reference, heldout)):
+        raise ConfigError(
+            f"evaluation.fidelity_calls: no held-out task of {where} has a reference conversation (`conversation`) "
+            "that makes the calls of its `reference`; set it to 0"
+        )
 
 
 def _check_user(config: RunConfig, *sources: Sequence[Task]) -> None:

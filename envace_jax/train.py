@@ -42,7 +42,6 @@ from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
 from envace_jax.data import TaskStream
-from envace_jax.envs import tiny
 from envace_jax.episode import Limits
 from envace_jax.inputs import Inputs, read_inputs
 from envace_jax.learning import Learned, Learner, Metrics, Rollouts, learn_from
@@ -376,8 +375,8 @@ def _evaluate(setup: Setup, state: State, step: int, writer: MetricsWriter) -> d
             )  # fmt: skip
             values[name + suffix] = result.rate
             masked += sum(trajectory.status == "failed" for trajectory in result.trajectories)
-    told = setup.heldout if wanted.fidelity_calls else ()  # only the tiny world's are
-    calls = [call for task in told for call in evaluate.calls_of(task, tiny.conversation(task), setup.prompts)]
+    told = [task for task in setup.heldout if wanted.fidelity_calls and fidelity.tells_reference(task)]
+    calls = [call for task in told for call in evaluate.calls_of(task, task.conversation, setup.prompts)]
     calls = calls[: wanted.fidelity_calls]
     for name, examples in (("fidelity", True), ("fidelity_without_examples", False)):
         if calls:

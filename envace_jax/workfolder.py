@@ -96,9 +96,19 @@ def check_continued(
     otherwise = f"the run in {workdir} began; put back what was there, or choose another --workdir"
     problems = []
     if before["tasks"] != fingerprints["tasks"]:
-        held = known["config"]["evaluation"].get("heldout_tasks", 0), config.evaluation.heldout_tasks
+        earlier = known["config"]["evaluation"]
+        held = [
+            0 if source else count  # those of a source of their own are not taken out of what is trained on
+            for source, count in (
+                (earlier.get("source", ""), earlier.get("heldout_tasks", 0)),
+                (config.evaluation.source, config.evaluation.heldout_tasks),
+            )
+        ]
         if config.data.source != "tiny" and held[0] != held[1]:  # of a benchmark's tasks, those are not trained on
-            problems.append(f"evaluation.heldout_tasks: {held[0]} -> {held[1]} changes what is trained on: {otherwise}")
+            problems.append(
+                f"evaluation.heldout_tasks: {held[0]} -> {held[1]} tasks of data.source changes what is trained on: "
+                f"{otherwise}"
+            )
         else:
             problems.append(f"data.source: the tasks of {config.data.source} are not what they were when {otherwise}")
     names = before["model"].keys() | fingerprints["model"].keys()

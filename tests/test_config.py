@@ -218,11 +218,14 @@ def test_config_files_cannot_assign_unknown_keys() -> None:
             {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 80, "steps": 80},
             "optimizer.warmup_steps: 80 leaves none of the 80 steps to the cosine schedule",
         ),
-        ({"data__source": "tasks.jsonl"}, "evaluation.heldout_tasks: needs executable tasks, which the sources tiny"),
-        ({"data__source": "owner/bfcl:train"}, "evaluation.heldout_tasks: needs executable tasks"),
+        ({"data__source": "tasks.jsonl"}, "evaluation.unseen_tasks: only data.source=tiny has what it needs"),
         (
-            {"data__source": "bfcl:multi_turn_base"},
-            "evaluation.fidelity_calls: only data.source=tiny has what it needs",
+            {"data__source": "tasks.jsonl", "evaluation__heldout_tasks": 0},
+            "evaluation.fidelity_calls: needs held-out tasks; set evaluation.heldout_tasks too, or it to 0",
+        ),
+        (
+            {"evaluation__source": "tasks.jsonl", "evaluation__heldout_tasks": 0},
+            "evaluation.source: tasks.jsonl is not played with evaluation.heldout_tasks=0; say how many tasks",
         ),
         ({"data__count": 0}, "data.count: the tiny world generates its tasks"),
         ({"data__split": "heldout"}, "data.split: training on the held-out tasks leaves nothing to evaluate on"),

@@ -42,6 +42,8 @@ class Options:
     seed: int = 0
     with_user: bool = False  # whether somebody plays the user where a task has a simulated one
     data: str = ""  # a file of the user's own
+    environments: tuple[str, ...] = ()  # files of environments outside the package
+    reward: Reward | None = None  # by which user turns are judged where a benchmark leaves that open
     vita_path: str = ""  # a checkout of the user's own
     server: str = ""  # address of the policy, where it is asked by one
     model: str = ""  # its name there

@@ -1,6 +1,6 @@
 """`python -m envace_jax.evaluate`: measures a policy on a benchmark.
 
-    python -m envace_jax.evaluate --benchmark=bfcl|tau2|vita|finmcp|tiny --model=FOLDER [--rehearsal=parallel:4] [...]
+    python -m envace_jax.evaluate --benchmark=bfcl|tau2|vita|finmcp|tiny|tasks --model=FOLDER [...]
 
 The same command continues a run that was interrupted, and tries again what something outside had failed. The folder of
 --out gets results.json, the attempts (trajectories.jsonl) and those of the baselines. docs/benchmarks.md says what the
@@ -27,6 +27,7 @@ from envace_jax.benchmarks.policies import Policy
 from envace_jax.config import UserError
 from envace_jax.metrics import write_json_atomic
 from envace_jax.progress import Progress
+from envace_jax.rewards import Reward, choose
 
 RESULTS, SETTINGS, ATTEMPTS = "results.json", "settings.json", "trajectories.jsonl"
 
@@ -50,9 +51,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def evaluate(chosen: Flags, command: str) -> dict[str, Any]:
     """Plays the benchmark and writes all files; returns what results.json holds."""
+    if chosen.config.reward.checkpoint:
+        raise UserError("reward.checkpoint: an evaluation asks its judge by an address; give reward.urls instead")
+    with choose.chosen(chosen.config.reward, chosen.out, chosen.seed) as reward:
+        return _evaluate(chosen, command, reward)
+
+
+def _evaluate(chosen: Flags, command: str, reward: Reward) -> dict[str, Any]:
     began = time.time()
     module = benchmarks.load(chosen.benchmark)
-    options = _options(chosen)
+    options = _options(chosen, reward)
     if not benchmarks.is_suite(module):
         _check_same(chosen.out, module.about(options) | _settings(chosen))
         results = {"benchmark": chosen.benchmark, "command": command, **module.run(options)}
@@ -128,11 +136,12 @@ def _baselines(chosen: Flags, module: types.ModuleType, suite: Suite, chat: Any)
     return found
 
 
-def _options(chosen: Flags) -> Options:
+def _options(chosen: Flags, reward: Reward) -> Options:
     user = chosen.config.user
     return Options(
         categories=chosen.categories, subset=chosen.subset, seed=chosen.seed,
         with_user=bool(user.urls) or bool(chosen.policy), data=chosen.data, vita_path=chosen.vita_path,
+        environments=chosen.config.data.environments, reward=reward,
         server=chosen.server, model=chosen.model,
         request={"temperature": chosen.temperature, "top_p": chosen.top_p, **loading.request_of(chosen)},
         user_url=user.urls[0] if user.urls else "", user_model=user.model, out=chosen.out, trials=chosen.trials,
@@ -144,10 +153,14 @@ def _settings(chosen: Flags) -> dict[str, Any]:
     user, but not at which address that is."""
     user = dataclasses.asdict(chosen.config.user)
     free = configuration.FREE_OF_ENDPOINT
-    return {
+    found: dict[str, Any] = {
         "trials": chosen.trials, "seed": chosen.seed,
         "user": {name: value for name, value in user.items() if name not in free},
     }  # fmt: skip
+    if chosen.config.reward.kind != "checklist":
+        judge = dataclasses.asdict(chosen.config.reward)
+        found["judge"] = {name: value for name, value in judge.items() if name not in configuration.FREE_OF_REWARD}
+    return found
 
 
 def _cases(chosen: Flags, suite: Suite) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def read_flags(arguments: Sequence[str], told: str = "") -> Flags:
         "rehearsal": ("none", "none, parallel:N or sequential:N."),
         "subset": ("all", "all, small, first:N of each category, or a file with an id on each line."),
         "out": ("", "Folder of the results; by default runs/evaluate/BENCHMARK-POLICY."),
-        "data": ("", "finmcp: your data file."),
+        "data": ("", "tasks: your file of executable tasks; finmcp: your data file."),
         "vita_path": ("", "vita: your checkout of VitaBench."),
     }
     for name, (default, hint) in text.items():
