@@ -5,6 +5,7 @@ It says which numbers are shown and in which words; `progress.py` and `live.py` 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
@@ -87,10 +88,10 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
 
 
 def step_text(values: Mapping[str, Any]) -> str:
-    """The numbers of a training step that a person follows, on one line; what is missing is left out."""
+    """The numbers of a training step that a person follows, on one line; what is missing or nan is left out."""
     parts = []
     for text, names in STEP_LINE:
-        if all(values.get(name) is not None for name in names):
+        if all(values.get(name) is not None and not math.isnan(values[name]) for name in names):
             parts.append(text.format(*(float(values[name]) for name in names)))
     return "  ".join(parts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from envace_jax import batching, config_checks, evaluate, fidelity, hosts, parts, players, sharding
 from envace_jax.batching import deal_rows, make_batch, role_tokens
-from envace_jax.buckets import row_tokens
+from envace_jax.buckets import row_shapes, row_tokens
 from envace_jax.chat import Chat
 from envace_jax.config import RunConfig
 from envace_jax.grpo import role_advantages
@@ -32,6 +32,7 @@ from envace_jax.train_step import init_train_state
 from envace_jax.types import Params, Policy, Role, Task, TrainBatch, TrainState, Trajectory
 
 Metrics = dict[str, float]
+Told = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,11 @@ def _reference(config: RunConfig, params: Params, base: Params | None) -> Params
 # --- a step ---
 
 
-def learn_from(learner: Learner, state: State, rollouts: Rollouts) -> Learned:
-    """Advantages, batch and optimizer step of what the rollouts gave. The state is donated."""
+def learn_from(learner: Learner, state: State, rollouts: Rollouts, told: Told = lambda rows: None) -> Learned:
+    """Advantages, batch and optimizer step of what the rollouts gave. The state is donated. `told` as for `learn`."""
     config, gathered, rehearsed = learner.config, rollouts.gathered, rollouts.rehearsed
     advantages, advantage_stats = advantages_of(config, rollouts)
-    state, metrics, batches = learn(learner, state, rollouts.learned, advantages)
+    state, metrics, batches = learn(learner, state, rollouts.learned, advantages, told)
     metrics |= advantage_stats | players.frozen_stats(learner.learners)
     metrics |= rollout_metrics(gathered.trajectories, gathered.tasks)
     if config.data.filter_zero_variance:
@@ -135,10 +136,12 @@ def advantages_of(config: RunConfig, rollouts: Rollouts) -> tuple[list[np.ndarra
 
 
 def learn(
-    learner: Learner, state: State, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray]
-) -> tuple[State, Metrics, dict[str, TrainBatch]]:
+    learner: Learner, state: State, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray],
+    told: Told = lambda rows: None,
+) -> tuple[State, Metrics, dict[str, TrainBatch]]:  # fmt: skip
     """One optimizer step of everything that is trained, each on the tokens of its own roles. The state is donated.
 
+    `told` hears of the rows of each batch before its step, whose first run with so many may have to be compiled.
     Returns the new state, the statistics, and the batch of each learner as it was on the host."""
     batches: dict[str, TrainBatch] = {}
     batch_stats: list[Metrics] = []
@@ -146,6 +149,7 @@ def learn(
     for name, roles in learner.learners.items():
         own = players.of_roles(trajectories, advantages, roles)
         batches[name], counts = make_rows(learner, *own, learner.config.batch.row_buckets)
+        told(len(batches[name].tokens))
         new, stats[name] = update(learner, players.part(state, name), batches[name], counts)
         state = players.with_part(state, name, new)
         batch_stats.append(counts)
@@ -165,6 +169,12 @@ def make_rows(
         drop_zero_advantage=chosen.drop_zero_advantage,
     )  # fmt: skip
     return deal_rows(batch, shards), stats
+
+
+def bucketed_rows(learner: Learner) -> tuple[int, ...]:
+    """The numbers of rows of all batches that fit into `batch.row_buckets`: what a warm-up compiles."""
+    chosen, shards = learner.config.batch, sharding.axis_size(learner.mesh, sharding.BATCH_AXES)
+    return row_shapes(chosen.rows_multiple * shards, chosen.row_buckets)
 
 
 def update(learner: Learner, state: TrainState, batch: TrainBatch, batch_stats: Metrics) -> tuple[TrainState, Any]:

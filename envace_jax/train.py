@@ -30,14 +30,12 @@ from envace_jax import (
     learning,
     parts,
     players,
-    sharding,
     task_sampling,
     trackers,
     users,
     workfolder,
 )
 from envace_jax import config as configuration
-from envace_jax.buckets import row_shapes
 from envace_jax.checkpoint import Checkpoints
 from envace_jax.compile_count import CompileCounter
 from envace_jax.config import RunConfig
@@ -48,6 +46,7 @@ from envace_jax.learning import Learned, Learner, Metrics, Rollouts, learn_from
 from envace_jax.lora import joined
 from envace_jax.metrics import MetricsWriter, write_json_atomic
 from envace_jax.models import hf, peft, qwen
+from envace_jax.notes import Notes
 from envace_jax.players import Cast, State
 from envace_jax.responders import Responder
 from envace_jax.rewards import Reward, choose
@@ -169,6 +168,7 @@ def _train(
     if hosts.first():  # one process carries on what a run that this one continues asked of it
         asked.update(progress.get("external", {}))
     drawn = Drawn(progress.get("tasks_seen", 0), dict(progress.get("task_record", {})))
+    notes = Notes(writer, learning.bucketed_rows(setup) if config.warm_up else ())
     if first == 0:
         if any(hosts.exchange(stop())):  # a warm-up may have lasted
             raise Stopped(0)
@@ -183,12 +183,13 @@ def _train(
         done = step + 1
         before = checksums.of_state(state) if _due(done, config.logging.dump_every) else None
         keep = functools.partial(_keep, setup, writer, before)
-        state, metrics, trajectories = iterate(setup, state, step, writer, drawn, keep)
+        state, metrics, trajectories = iterate(setup, state, step, writer, drawn, keep, notes.rows)
         seconds = time.time() - started
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         metrics["compiled"] = compiled.take()  # since the last step, so the evaluation before the first counts too
         writer.masked(collections.Counter(t.reason for t in trajectories if t.status == "failed"))
         writer.write(done, metrics)
+        notes.learned(metrics)
         progress["env_calls"] += hosts.total({"calls": envs.execution_count() - executed})["calls"]
         if _due(done, config.evaluation.every, config.steps):
             progress["evaluations"].append(_evaluate(setup, state, done, writer))
@@ -210,12 +211,13 @@ def _train(
 
 def iterate(
     setup: Setup, state: State, step: int, writer: MetricsWriter | None = None, drawn: Drawn | None = None,
-    keep: Callable[[Rollouts, Learned], None] = lambda *_: None,
+    keep: Callable[[Rollouts, Learned], None] = lambda *_: None, told: Callable[[int], None] = lambda rows: None,
 ) -> tuple[State, Metrics, list[Trajectory]]:  # fmt: skip
     """One step of role-wise GRPO from data to updated parameters: the new state, metrics, and the tasks' trajectories.
 
     `drawn` is what the steps before drew, and is brought up to date; by default that of a run whose options need none.
-    `keep` is told what the step's rollouts gave, and what was learned from them.
+    `keep` is told what the step's rollouts gave, and what was learned from them; `told` the rows of each batch before
+    its train step.
     """
     config = setup.config
     drawn = Drawn(step * config.data.tasks_per_step) if drawn is None else drawn
@@ -229,7 +231,7 @@ def iterate(
     if (judge := getattr(setup.reward, "model", None)) is not None:
         judge.reset()
     sampled = time.time()
-    learned = learn_from(setup, state, rollouts)
+    learned = learn_from(setup, state, rollouts, told)
     asked = (("judge", setup.reward), ("external", setup.responder), ("user", setup.user))
     counts = {f"{who}_{name}": n for who, model in asked for name, n in dict(getattr(model, "counts", {})).items()}
     metrics = learned.metrics | players.slot_use(slots, setup.cast.slot_steps())
@@ -283,7 +285,6 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
 
     Without `batch.row_buckets` the numbers of rows are not known, and the train step is left to the first steps.
     """
-    chosen, shards = setup.config.batch, sharding.axis_size(setup.mesh, sharding.BATCH_AXES)
 
     def update(state: TrainState, rows: int) -> TrainState:
         return learning.update(setup, state, *learning.make_rows(setup, [], [], (rows,)))[0]
@@ -299,7 +300,7 @@ def compile_all(setup: Setup, state: State, writer: MetricsWriter | None = None)
     name = next(iter(setup.cast.learners))  # the train step of one is that of all
     warm = warm_up(
         players.part(state, name), players=samplers, update=update, lower_update=lower_update,
-        row_shapes=row_shapes(chosen.rows_multiple * shards, chosen.row_buckets), writer=writer,
+        row_shapes=learning.bucketed_rows(setup), writer=writer,
     )  # fmt: skip
     state = players.with_part(state, name, warm)
     if setup.config.logging.dump_every:

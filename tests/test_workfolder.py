@@ -23,6 +23,7 @@ from envace_jax.data import write_tasks
 from envace_jax.envs import tiny
 from envace_jax.metrics import MetricsWriter
 from envace_jax.responders import Rehearsed
+from envace_jax.sharding import make_mesh
 from envace_jax.types import Role, Task, TrainState
 
 NONE = {"evaluation.heldout_tasks": 0, "evaluation.unseen_tasks": 0, "evaluation.fidelity_calls": 0}
@@ -43,7 +44,13 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     def build(config: RunConfig, *_: Any) -> Any:
         cast = SimpleNamespace(learners={"": tuple(Role)})
         setup = SimpleNamespace(
-            config=config, model=None, folder=Path("base"), cast=cast, responder=Rehearsed(), base=None
+            config=config,
+            mesh=make_mesh(),
+            model=None,
+            folder=Path("base"),
+            cast=cast,
+            responder=Rehearsed(),
+            base=None,
         )
         return setup, TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
 
