@@ -6,6 +6,7 @@ It says which numbers are shown and in which words; `progress.py` and `live.py` 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TextIO
 from envace_jax import terminal
 from envace_jax.progress import Progress
 
+MOST_REASONS = 20  # for trajectories being masked, that lines tell
 EVALUATION = "eval_"  # what names of evaluation results begin with
 
 # The progress line: a text and the metrics in it.
@@ -55,6 +57,7 @@ class Lines:
 
     def __init__(self, total: int, done: int, stream: TextIO) -> None:
         self._progress = Progress(total, done, stream)
+        self._reasons = set[str]()  # those that were told
         self.within, self.note, self.close = self._progress.within, self._progress.note, self._progress.close
 
     def step(self, step: int, values: Mapping[str, Any], text: str) -> None:
@@ -64,7 +67,12 @@ class Lines:
         self.note(text)
 
     def masked(self, reasons: Mapping[str, int]) -> None:
-        """Only their number is in the line."""
+        """Their number is in the step's line; why comes before it, each reason once."""
+        for reason, count in reasons.items():
+            kind = re.sub(r"\d+", "N", reason)  # what differs by numbers alone is one reason
+            if kind not in self._reasons and len(self._reasons) < MOST_REASONS:
+                self._reasons.add(kind)
+                self.note(f"masked, {count} x in the next step and not told again: {reason}")
 
 
 def open_display(

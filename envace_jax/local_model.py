@@ -42,7 +42,7 @@ class _Question:
 class LocalModel:
     """Takes questions at any time and answers them once it is bound to a model (`bind`) and is moved along.
 
-    `counts` are as an Endpoint's: tries, answers, given_up, tokens and fault_answer.
+    `counts` are as an Endpoint's: tries, answers, given_up, tokens, fault_answer and fault_length.
     """
 
     def __init__(self, *, seed: int = 0, retries: int = 7) -> None:
@@ -94,7 +94,7 @@ class LocalModel:
                 tokens += self._chat.user(message["content"])
         tokens += self._chat.assistant_prefix(thinking=self._thinking)
         if len(tokens) >= self._max_length:
-            self.counts["given_up"] += 1
+            self.counts.update(("given_up", "fault_length"))
             answer.set_exception(
                 EndpointFault("length", f"a question of {len(tokens)} tokens; sampler.max_length={self._max_length}")
             )

@@ -36,7 +36,10 @@ class Notes:
         """A train step of so many rows begins."""
         if rows not in self._compiled:
             self._compiled.add(rows)
-            self._shown.note(f"the first train step of {rows} rows is compiled now; for a large model it takes minutes")
+            self._shown.note(
+                f"the first train step of {rows} rows is compiled now, minutes for a large model; "
+                "batch.row_buckets can have it done in the warm-up"
+            )
         self._shown.within(f"learning from {rows} rows")
 
     def learned(self, metrics: Mapping[str, float]) -> None:
@@ -56,6 +59,11 @@ def nothing(metrics: Mapping[str, float]) -> str:
         return "every attempt is masked, so nothing is learned; the trajectories say why"
     if metrics.get("solved") == 1:
         return "every attempt solved its task, so there is nothing left to learn from these tasks"
+    if metrics.get("masked"):
+        return (
+            f"what was not masked ({metrics['masked']:.0f} attempts of the last step were) earned the same, so nothing "
+            "is learned; the trajectories say why they are masked"
+        )
     if reward == 0:
         return (
             "no attempt earned anything, so nothing is learned; does the model know such tools? are limits long enough "

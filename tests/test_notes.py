@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 
-from envace_jax.display import step_text
+from envace_jax.display import MOST_REASONS, Lines, step_text
 from envace_jax.notes import Notes
 
 
@@ -63,3 +64,24 @@ def test_why_nothing_is_learned_is_told_apart():
 def test_a_progress_line_leaves_out_what_is_not_known():
     text = step_text({"reward": 0.5, "agreement": math.nan, "masked": 0.0})
     assert text == "reward 0.500  masked 0"
+
+
+def test_why_attempts_are_masked_is_a_line_once_for_each_reason():
+    stream = io.StringIO()
+    shown = Lines(5, 0, stream)
+    for tokens in (625, 700):
+        shown.masked({f"judge: a question of {tokens} tokens": 4, "fault: RuntimeError: boom": 2})
+        shown.step(1, {}, "masked 6")
+    text = stream.getvalue()
+    assert text.count("judge: a question of") == 1 and text.count("boom") == 1 and "4 x in the next step" in text
+    for number in range(100):
+        shown.masked({f"fault: {chr(97 + number % 26)}{chr(97 + number // 26)}": 1})
+    assert stream.getvalue().count("not told again") == MOST_REASONS
+
+
+def test_masked_attempts_are_named_where_nothing_is_learned():
+    shown = Shown()
+    notes = Notes(shown)
+    for _ in range(3):
+        notes.learned(metrics() | {"masked": 4.0})
+    assert "4 attempts of the last step" in shown.notes[0] and "why they are masked" in shown.notes[0]

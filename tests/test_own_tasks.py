@@ -13,6 +13,7 @@ from envace_jax import benchmarks, envs, inputs
 from envace_jax.benchmarks import Options, command, tasks
 from envace_jax.config import ConfigError, UserError
 from envace_jax.data import write_tasks
+from envace_jax.envs import tiny
 from envace_jax.rewards.checklist import ChecklistReward
 from envace_jax.types import CheckItem, Task, ToolCall
 
@@ -186,3 +187,41 @@ def test_what_is_missing_is_said_in_one_line(folder, capsys):
     flags = ["--config.reward.kind=judge", "--config.reward.checkpoint=asset:tiny_base"]
     assert evaluate(folder, "--policy=gold", *flags)[0] == 2
     assert "an evaluation asks its judge by an address" in capsys.readouterr().err
+
+
+def test_an_environment_that_raises_is_told_by_its_own_words(folder, capsys):
+    (folder / "counter.py").write_text(
+        COUNTER.replace("    state = ", "    assert arguments['amount'] != 3, 'boom'\n    state = ")
+    )
+    code, found = evaluate(folder, "--policy=gold")
+    assert code == 0 and found["results"]["masked"] == 1 and found["results"]["categories"]["counter"]["score"] == 100.0
+    ((reason, count),) = found["results"]["faults"].items()
+    assert "boom" in reason and count == 1
+    out = capsys.readouterr().out
+    assert "1 attempts are masked, and the same command tries them again; why:" in out and "  1 x " in out
+
+
+# --- validate ---
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weight": 0.3}, "task counter/1: .*the weights of the checklist of turn 0 sum to 0.8, not 1"),
+        ({"dependence": (3,)}, "task counter/1: .*dependence .3. does not name items of the same turn"),
+        ({"check": {"kind": "replay"}}, "task counter/1: .*unknown check kind 'replay'; there are: "),
+    ],
+)
+def test_validate_refuses_what_a_file_of_tasks_is_refused_for(folder, change, reason):
+    envs.add_file(folder / "counter.py")
+    first, second = task(1).checklist[0]
+    changed = dataclasses.replace(task(1), checklist=((dataclasses.replace(first, **change), second),))
+    with pytest.raises(ValueError, match=reason):
+        tiny.validate([changed])
+
+
+def test_validate_scores_no_turn_that_only_a_judge_could(folder):
+    envs.add_file(folder / "counter.py")
+    tiny.validate([judged(task(1))])
+    with pytest.raises(ValueError, match="are not what executing them gives"):
+        tiny.validate([dataclasses.replace(judged(task(1)), environment={"name": "counter", "state": {"count": 5}})])

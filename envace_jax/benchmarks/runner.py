@@ -25,6 +25,7 @@ from envace_jax.metrics import json_line, read_json_lines, trajectory_record
 from envace_jax.types import Json, Task, Trajectory
 
 BEFORE_FAILED = "fault: the conversation that this one goes on from was not finished"
+MOST_FAULTS = 5  # that results tell
 Progress = Callable[[str], None]
 
 
@@ -225,9 +226,16 @@ def figures(module: types.ModuleType, played: Sequence[Attempt], store: Store, t
         "ended": _reasons(records),
         "unscored_ended": _reasons(store.unscored(trials)),
         "masked": sum(attempt.masked for attempt in played),
+        "faults": _faults(records),
         "empty_memories": sum(bool(record.get("empty_memory")) for record in records),
         "sampled_tokens": sum(record.get("tokens") or 0 for record in records),
     }
+
+
+def _faults(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Why attempts are masked, in full, the most frequent reasons first."""
+    found = collections.Counter(str(record.get("reason")) for record in records if record.get("status") == "failed")
+    return dict(found.most_common(MOST_FAULTS))
 
 
 def _reasons(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -31,7 +31,11 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
         if reason != "not asked for":
             yield f"{name:28s}missing: {reason}"
     if own["masked"]:
-        yield f"{own['masked']} attempts are masked: something outside failed; the same command tries them again"
+        yield f"{own['masked']} attempts are masked, and the same command tries them again; why:"
+        yield from (f"  {count} x {reason}" for reason, count in own.get("faults", {}).items())
+    for name, other in others.items():
+        if other.get("masked"):
+            yield f"of baseline {name} {other['masked']} attempts are masked; its score is of the rest"
     if own.get("empty_memories"):
         yield f"{own['empty_memories']} rehearsals left no memory"
     yield "ended: " + ", ".join(f"{reason} {count}" for reason, count in own["ended"].items())

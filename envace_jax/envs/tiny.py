@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
+from envace_jax import records
 from envace_jax.envs import load_domain, make_environment
 from envace_jax.envs.scenes import Scene, Turn
 from envace_jax.rewards.checklist import ChecklistReward
@@ -91,12 +92,28 @@ def validate(checked: Iterable[Task]) -> None:
     """Proves, without a model, that tasks are sound; raises ValueError naming the first that is not.
 
     For every task: executing the gold calls gives exactly the reference results and the gold conversation's tool
-    messages, the gold conversation scores 1 in every turn, and an empty reply scores 0 in every turn.
+    messages, its record can be read again, the gold conversation scores 1 in every turn, and an empty reply scores 0 in
+    every turn. A turn with items for a judge is not scored.
     """
     reward = ChecklistReward()
     for task in checked:
         _check_execution(task)
+        _check_lengths(task)
+        _check_record(task)
         _check_scores(task, reward)
+
+
+def _check_lengths(task: Task) -> None:
+    if not len(turn_messages(conversation(task))) == len(task.user_turns) == len(task.checklist):
+        raise ValueError(f"task {task.task_id}: its user turns, checklist and conversation differ in length")
+
+
+def _check_record(task: Task) -> None:
+    """What a file of tasks is refused for: weights, dependences, kinds of checks, and all else of the format."""
+    try:
+        records.task_from_record(records.record_from_task(task), 0)
+    except ValueError as error:
+        raise ValueError(f"task {task.task_id}: {str(error).removeprefix('record 0: ')}") from None
 
 
 def _check_execution(task: Task) -> None:
@@ -117,9 +134,9 @@ def _check_execution(task: Task) -> None:
 def _check_scores(task: Task, reward: ChecklistReward) -> None:
     """The gold conversation scores 1 in every turn and an empty reply 0."""
     parts = turn_messages(conversation(task))
-    if not len(parts) == len(task.user_turns) == len(task.checklist):
-        raise ValueError(f"task {task.task_id}: its user turns, checklist and conversation differ in length")
     for turn, part in enumerate(parts):
+        if any(item.check is None for item in task.checklist[turn]):
+            continue
         gold = reward.score_turn(task, turn, part).result()
         if abs(gold.reward - 1) > 1e-6 or not gold.proceed:
             raise ValueError(f"task {task.task_id}: the gold solution scores {gold.reward} in turn {turn}")
