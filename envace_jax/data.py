@@ -277,6 +277,7 @@ def write_tasks(path: str | os.PathLike[str], tasks: Iterable[Task]) -> None:
 
 
 if __name__ == "__main__":
-    from envace_jax import data_profile
+    from envace_jax import data_profile, stopping
 
+    stopping.end_with_reader()
     raise SystemExit(data_profile.main(sys.argv[1:]))

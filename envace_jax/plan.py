@@ -24,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from absl import flags
 
-from envace_jax import advice, chips, main, planning, roofline
+from envace_jax import advice, chips, main, planning, roofline, stopping
 from envace_jax.chips import GIB
 from envace_jax.config import ConfigError, RunConfig, to_json
 from envace_jax.metrics import write_json_atomic
@@ -218,4 +218,5 @@ def _version(package: str) -> str | None:
 
 
 if __name__ == "__main__":
+    stopping.end_with_reader()
     sys.exit(run(sys.argv))

@@ -24,7 +24,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from envace_jax import config as configuration
-from envace_jax import config_checks, explaining, main, replaying, rescoring
+from envace_jax import config_checks, explaining, main, replaying, rescoring, stopping
 from envace_jax.config import ConfigError, RunConfig
 from envace_jax.dumps import Dump, program
 from envace_jax.rewards import Reward, choose
@@ -167,6 +167,7 @@ def _tell(workdir: Path, found: replaying.Replayed, whole: bool) -> int:
 
 
 if __name__ == "__main__":
+    stopping.end_with_reader()
     try:
         sys.exit(run(sys.argv))
     except KeyboardInterrupt:

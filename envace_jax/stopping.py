@@ -20,6 +20,13 @@ from typing import Any
 AGAIN_S = 0.05  # until a Ctrl-C that came to nothing is sent again
 
 
+def end_with_reader() -> None:
+    """Lets this process end in silence where whoever reads its output has gone (`... | head`). For commands that only
+    print: one that writes files would leave them half done."""
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
 class Stopped(Exception):
     """The run ended in order before its last step, because a process of it was asked to."""
 

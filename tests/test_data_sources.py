@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -11,7 +13,7 @@ from data_helpers import authors_record
 
 from envace_jax import config as configuration
 from envace_jax import data_profile, inputs
-from envace_jax.data import check_disjoint, read_corpus, read_entries, read_tasks
+from envace_jax.data import check_disjoint, read_corpus, read_entries, read_tasks, write_tasks
 from envace_jax.envs import tiny
 from envace_jax.records import record_from_task, task_from_record
 
@@ -148,3 +150,12 @@ def test_the_profile_counts_by_hand(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         data_profile.main(["--path", str(tmp_path / "nothing.jsonl")])
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_output_that_nobody_reads_any_more_ends_the_command_in_silence(tmp_path):
+    write_tasks(tmp_path / "tasks.jsonl", tiny.tasks("train", 4, 0))
+    told = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m envace_jax.data --path={tmp_path}/tasks.jsonl | head -c 1 > /dev/null"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert told.stderr == ""
