@@ -5,6 +5,9 @@ its pre-training goes on for some hundred steps in which most walks have one: th
 `memory.py` lays them out, in the system text or in the user's message. Notes err at a stated rate, and so does the
 demonstrator. Where its own step is another than the note's it looks again: it then finds the right one, or goes by the
 note. So a right note spares mistakes and a wrong one makes some; that there is a note says nothing until it is read.
+In the last phase notes err as those of rehearsals do, and are read as these deserve: the first message is seldom wrong
+and always followed; later ones, whose calls may rest on results that were invented, are often wrong, and never followed
+against what the real results say.
 
 The asset stays as it is. A finished phase is kept: an interrupted command goes on after it.
 """
@@ -42,27 +45,36 @@ class Phase(base.Phase):
 
     turns: int  # of a task that are walked at most; a note tells of the first
     note_share: float  # of walks
-    note_error: float  # share of the messages told of in a note that err
-    follow: float  # of the steps at which demonstrator and note differ: done as the note says; else the right one is
+    note_error: float  # share of the first messages told of in a note that err
+    later_error: float  # share of the messages after them that do
+    # Of the steps at which demonstrator and note differ: done as the note says; else the right one is. In the first
+    # message of a turn, and in later ones.
+    follow: float
+    later_follow: float
 
 
 # First to read at all, from notes that are often wrong and always followed, in the end nearly always: what they say is
-# then found nowhere else. Then what notes are worth.
+# then found nowhere else. Then what notes are worth, and in the end what those of rehearsals are.
 PHASES = (
     Phase(
         steps=250, horizon=350, peak=0.5, act_error=0.12, rehearse_error=0.1,
         rehearsed_share=0.05, rehearse_weight=2.0, examples=0.9, accounts=0.35,
-        turns=3, note_share=0.9, note_error=0.4, follow=1.0,
+        turns=3, note_share=0.9, note_error=0.4, later_error=0.4, follow=1.0, later_follow=1.0,
     ),
     Phase(
         steps=200, horizon=300, peak=0.8, act_error=0.12, rehearse_error=0.1,
         rehearsed_share=0.05, rehearse_weight=2.0, examples=0.9, accounts=0.35,
-        turns=1, note_share=0.9, note_error=0.8, follow=1.0,
+        turns=1, note_share=0.9, note_error=0.8, later_error=0.8, follow=1.0, later_follow=1.0,
     ),
     Phase(
-        steps=200, horizon=200, peak=0.4, act_error=0.12, rehearse_error=0.1,
+        steps=700, horizon=700, peak=0.6, act_error=0.12, rehearse_error=0.1,
         rehearsed_share=0.2, rehearse_weight=2.0, examples=0.9, accounts=0.35,
-        turns=3, note_share=0.6, note_error=0.2, follow=0.5,
+        turns=3, note_share=0.6, note_error=0.2, later_error=0.2, follow=0.5, later_follow=0.5,
+    ),
+    Phase(
+        steps=1200, horizon=1200, peak=0.6, act_error=0.12, rehearse_error=0.1,
+        rehearsed_share=0.2, rehearse_weight=2.0, examples=0.9, accounts=0.35,
+        turns=2, note_share=0.6, note_error=0.05, later_error=0.6, follow=1.0, later_follow=0.0,
     ),
 )  # fmt: skip
 
@@ -73,14 +85,15 @@ def first_turn_steps(task: Task) -> list[Message]:
     return [message for message in first if message.get("tool_calls")]
 
 
-def noted_steps(task: Task, rng: random.Random, error: float) -> list[Message]:
-    """What a note tells of the first turn: its messages with calls, each with probability `error` with a mistake.
+def noted_steps(task: Task, rng: random.Random, error: float, later: float | None = None) -> list[Message]:
+    """What a note tells of the first turn: its messages with calls, the first with probability `error` with a mistake
+    and each after it with probability `later` (as the first where it is None).
 
     One that errs by calling nothing ends the turn, as in an attempt, so those after it are missing too.
     """
     found: list[Message] = []
     for step in first_turn_steps(task):
-        told = imperfect.imperfect_step(step, task, rng, error)
+        told = imperfect.imperfect_step(step, task, rng, later if found and later is not None else error)
         if not told.get("tool_calls"):
             break
         found.append(told)
@@ -104,7 +117,8 @@ def walked_steps(task: Task, noted: Sequence[Message], rng: random.Random, phase
         elif right["role"] == "assistant" and not ended:
             own = imperfect.imperfect_step(right, task, rng, phase.act_error)
             if place < len(noted) and own.get("tool_calls") != noted[place]["tool_calls"]:
-                own = noted[place] if rng.random() < phase.follow else right
+                follow = phase.later_follow if place else phase.follow
+                own = noted[place] if rng.random() < follow else right
             found.append(own)
             place += 1
             ended = not own.get("tool_calls")
@@ -113,7 +127,7 @@ def walked_steps(task: Task, noted: Sequence[Message], rng: random.Random, phase
 
 def demonstration(prompts: roles.Prompts, task: Task, rng: random.Random, phase: Phase) -> Trajectory:
     """One walk through a task, in the phase's share of cases with a note, which stands in either place."""
-    noted = noted_steps(task, rng, phase.note_error) if rng.random() < phase.note_share else []
+    noted = noted_steps(task, rng, phase.note_error, phase.later_error) if rng.random() < phase.note_share else []
     task = dataclasses.replace(task, note=note_text(noted), note_place=rng.choice(("system", "user")))
     return base.demonstration(prompts, task, rng, phase, walked_steps(task, noted, rng, phase))
 

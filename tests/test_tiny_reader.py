@@ -20,7 +20,7 @@ from envace_jax.types import Role, Task, Trajectory
 
 PROMPTS = roles.Prompts(load_tokenizer(hf.resolve(model_path(reader.SHIPPED))), style="compact", thinking=False)
 TASKS = tiny.tasks("pretrain", 200, 0)
-WORTH = reader.PHASES[-1]
+WORTH = dataclasses.replace(reader.PHASES[-1], turns=3, later_error=0.0, follow=0.5, later_follow=0.5)
 
 
 def turn_of(task: Task, number: int = 0) -> list:
@@ -48,6 +48,16 @@ def test_notes_err_at_the_stated_rate_and_stay_notes():
     assert wrong / steps == pytest.approx(0.3, abs=0.1)
 
 
+def test_later_messages_of_a_note_err_at_a_rate_of_their_own():
+    rng, wrong, steps = random.Random(1), 0, 0
+    for task in (task for task in TASKS * 5 if len(turn_of(task)) > 1):
+        told = reader.noted_steps(task, rng, 0.0, 0.6)
+        steps += 1
+        wrong += told[1:2] != turn_of(task)[1:2]
+        assert told[0] == turn_of(task)[0]
+    assert steps > 50 and wrong / steps == pytest.approx(0.6, abs=0.1)
+
+
 def walks(noted_right: bool, count: int = 300, **changes) -> collections.Counter:
     """How first messages of demonstrations with a right or a wrong note went."""
     rng, found = random.Random(2), collections.Counter()
@@ -71,6 +81,20 @@ def test_a_right_note_spares_mistakes_and_a_wrong_one_makes_some():
     assert wrong["other"] == 0 and 0.3 < wrong["as the note"] / 300 < 0.65
     assert walks(False, follow=0.0, act_error=0.0)["right"] == 300
     assert walks(False, follow=1.0)["as the note"] == 300
+
+
+def test_later_messages_are_followed_at_a_rate_of_their_own():
+    phase = dataclasses.replace(WORTH, follow=1.0, later_follow=0.0, act_error=0.0)
+    rng, seen = random.Random(5), 0
+    for task in (task for task in TASKS if len(turn_of(task)) > 1):
+        noted = reader.noted_steps(task, rng, 1.0, 1.0)
+        if len(noted) < 2 or noted[1] == turn_of(task)[1]:
+            continue
+        seen += 1
+        said = [m for m in reader.walked_steps(task, noted, rng, phase) if m["role"] == "assistant"]
+        assert said[0]["tool_calls"] == noted[0]["tool_calls"]
+        assert said[1].get("tool_calls") == turn_of(task)[1]["tool_calls"]
+    assert seen > 20
 
 
 def test_without_a_note_the_demonstrator_errs_at_its_own_rate():
