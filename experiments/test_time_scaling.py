@@ -6,6 +6,7 @@ the rehearsals sampled. Memories that the policy writes and transcripts are comp
 placements at the largest N. In the place of a rehearsal `reference` is a memory of the reference's own calls, more than
 any rehearsal could find, and `wrong` is one whose first message errs.
 
+`--turns` takes tasks of so many user turns alone: a memory is of the first one.
 `--base` is the policy before training, by default the shipped one, which cannot read a memory; make_tiny_reader.py
 makes one that can. `--trained` takes a work folder or model folder for each seed; where it is left out the policies are
 trained first, from the base by the main command, about 4 minutes each on two quiet cores. Every cell is a file in
@@ -165,12 +166,20 @@ def measure(subject: Subject, name: str, chosen: Settings, tasks: Sequence[Task]
     return found | {"seconds": time.time() - start}
 
 
+def tasks_of(count: int, turns: int) -> list[Task]:
+    """The first `count` held-out tasks; those of so many user turns, where `turns` is not 0."""
+    drawn, found = count, list[Task]()
+    while len(found) < count:
+        found = [task for task in tiny.tasks("heldout", drawn, TASK_SEED) if turns in (0, len(task.user_turns))]
+        drawn *= 2
+    return found[:count]
+
+
 def cells_of(
-    policy: str, seed: int, folder: Path, names: Mapping[str, Settings], count: int, runs: Path
+    policy: str, seed: int, folder: Path, names: Mapping[str, Settings], tasks: Sequence[Task], runs: Path
 ) -> dict[str, dict[str, Any]]:
     """The cells of a policy by condition; those that a file in `runs` has are only read."""
-    told = {"model": fingerprint.of_model(folder), "tasks": count, "seed": seed}
-    tasks = tiny.tasks("heldout", count, TASK_SEED)
+    told = {"model": fingerprint.of_model(folder), "tasks": fingerprint.of_tasks(tasks), "seed": seed}
     found: dict[str, dict[str, Any]] = {}
     subject: Subject | None = None
     for name, chosen in names.items():
@@ -285,6 +294,7 @@ def main_(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", default=["base", "trained"], choices=["base", "trained"])
     parser.add_argument("--attempts", type=int, nargs="+", default=list(ATTEMPTS))
     parser.add_argument("--tasks", type=int, default=TASKS)
+    parser.add_argument("--turns", type=int, default=0, choices=range(4), help="of a user; 0: any number")
     parser.add_argument("--runs", type=Path, help="where the cells go; by default runs/NAME")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results")
     given = sys.argv[1:] if arguments is None else arguments
@@ -294,13 +304,14 @@ def main_(arguments: Sequence[str] | None = None) -> None:
     main.use_compilation_cache("")
     runs, wanted = (args.runs or Path("runs") / args.name).resolve(), conditions(args.attempts)
     base = hf.resolve(model_path(args.base)) if args.base == SHIPPED else model_folder(args.base).resolve()
+    tasks = tasks_of(args.tasks, args.turns)
     found: dict[str, list[dict[str, dict[str, Any]]]] = {}
     for number, seed in enumerate(args.seeds):
         for policy in args.policies:
             folder = base
             if policy == "trained":
                 folder = trained_folder(args.trained, number, seed, runs, base)
-            found.setdefault(policy, []).append(cells_of(policy, seed, folder, wanted, args.tasks, runs))
+            found.setdefault(policy, []).append(cells_of(policy, seed, folder, wanted, tasks, runs))
     rows = {
         policy: {name: row([cells[name] for cells in own], [cells["none"] for cells in own]) for name in wanted}
         for policy, own in found.items()
@@ -314,6 +325,7 @@ def main_(arguments: Sequence[str] | None = None) -> None:
             ["python", f"experiments/{NAME}.py", *(sys.argv[1:] if arguments is None else arguments)]
         ),
         "tasks": args.tasks,
+        "turns": args.turns,
         "seeds": args.seeds,
         "real_calls_before_the_commit": sum(cell["real_calls_before_the_commit"] for cell in everything),
         "seconds": sum(cell["seconds"] for cell in everything),

@@ -69,15 +69,15 @@ def test_cells_are_kept_and_computed_anew_only_where_something_changed(tmp_path,
     monkeypatch.setattr(table, "measure", measure)
     monkeypatch.setattr(table, "load", lambda folder: None)
     folder = table.hf.resolve(table.model_path("asset:tiny_base"))
-    names = table.conditions((1,))
-    first = table.cells_of("base", 0, folder, names, 3, tmp_path)
-    assert len(measured) == len(names) and table.cells_of("base", 0, folder, names, 3, tmp_path) == first
+    names, tasks = table.conditions((1,)), table.tasks_of(3, 0)
+    first = table.cells_of("base", 0, folder, names, tasks, tmp_path)
+    assert len(measured) == len(names) and table.cells_of("base", 0, folder, names, tasks, tmp_path) == first
     assert len(measured) == len(names)
     changed = {**names, "none": table.settings("none", temperature=0.5)}
-    table.cells_of("base", 0, folder, changed, 3, tmp_path)
+    table.cells_of("base", 0, folder, changed, tasks, tmp_path)
     assert measured[len(names) :] == [("none", 3, 0)]
-    table.cells_of("base", 1, folder, {"none": names["none"]}, 3, tmp_path)
-    table.cells_of("base", 1, folder, {"none": names["none"]}, 4, tmp_path)
+    table.cells_of("base", 1, folder, {"none": names["none"]}, tasks, tmp_path)
+    table.cells_of("base", 1, folder, {"none": names["none"]}, table.tasks_of(4, 0), tmp_path)
     assert measured[len(names) + 1 :] == [("none", 3, 1), ("none", 4, 1)]
 
 
@@ -132,3 +132,9 @@ def test_a_real_policy_is_measured_and_calls_nothing_before_its_real_run():
     together = subject.rehearsed["parallel"][0]
     assert alone.text == together.text and alone.completion_tokens == together.completion_tokens
     assert [a.messages for a in alone.attempts] == [a.messages for a in together.attempts]
+
+
+def test_tasks_are_the_first_of_those_with_so_many_turns():
+    all_, one = table.tasks_of(5, 0), table.tasks_of(5, 1)
+    assert all_ == tiny.tasks("heldout", 5, 0) and len(one) == 5 and {len(task.user_turns) for task in one} == {1}
+    assert one == [task for task in tiny.tasks("heldout", 40, 0) if len(task.user_turns) == 1][:5]
