@@ -72,7 +72,7 @@ class Lines:
             kind = re.sub(r"\d+", "N", reason)  # what differs by numbers alone is one reason
             if kind not in self._reasons and len(self._reasons) < MOST_REASONS:
                 self._reasons.add(kind)
-                self.note(f"masked, {count} x (told once): {reason}")
+                self.note(f"masked, {count} x (told once): {terminal.plain(reason)}")
 
 
 def open_display(

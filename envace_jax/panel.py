@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envace_jax.progress import duration
+from envace_jax.terminal import plain
 
 WIDEST = 110  # columns; a longer line is hard to follow
 BORDERED = 50  # columns from which on there is a border
@@ -149,7 +150,7 @@ def _evaluation(view: View, width: int) -> list[Text]:
     for name, value in view.evaluation.items():
         if name == "masked" and not value:
             continue
-        text = Text(f"{_clean(name).replace('_', ' ')} ").append(_number("{:.3f}", (name,), view.evaluation), "bold")
+        text = Text(f"{plain(name).replace('_', ' ')} ").append(_number("{:.3f}", (name,), view.evaluation), "bold")
         before = view.first.get(name)
         if before is not None and value is not None and view.first is not view.evaluation:
             change = float(value) - float(before)
@@ -187,10 +188,5 @@ def _sparks(values: tuple[float, ...]) -> str:
     return "".join(BARS[round((value - low) * steps)] if math.isfinite(value) else " " for value in values)
 
 
-def _clean(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
 def _text(text: str, style: str = "") -> Text:
-    return Text(_clean(text), style, no_wrap=True, overflow="ellipsis")
+    return Text(plain(text), style, no_wrap=True, overflow="ellipsis")

@@ -23,6 +23,11 @@ PAUSE_S = 2.0  # so long without a drawing: the process was stopped, and another
 GUARD = r"read -r line || printf '\0337\033[r\0338\033[J'"
 
 
+def plain(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def is_capable(stream: TextIO) -> bool:
     """Whether `stream` is a terminal that knows of scrolling regions, as all but the dumbest do."""
     if os.name != "posix" or os.environ.get("TERM", "dumb") in ("dumb", "unknown", "emacs"):

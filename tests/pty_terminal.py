@@ -86,7 +86,7 @@ class PtyTerminal:
             past = ["".join(row[i].data for i in range(self.screen.columns)) for row in self.screen.history.top]
             return [line.rstrip() for line in [*past, *self.screen.display] if line.strip()]
 
-    def until(self, seen: Callable[[list[str]], Any], seconds: float = 30.0) -> list[str]:
+    def until(self, seen: Callable[[list[str]], Any], seconds: float = 120.0) -> list[str]:
         """Waits until the screen's lines are as `seen` wants them, and returns them."""
         end = time.monotonic() + seconds
         while not seen(lines := self.lines):
@@ -94,7 +94,7 @@ class PtyTerminal:
             time.sleep(0.02)
         return lines
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         """The program's exit code, when all that it wrote is on the screen."""
         code = self.process.wait(seconds)
         self._reader.join(2)  # a guard of the terminal may be the last to write

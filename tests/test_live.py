@@ -182,7 +182,7 @@ def test_a_terminal_that_hangs_up_does_not_end_the_run(tmp_path) -> None:
     with PtyTerminal(program(body, tmp_path), 80, 26) as screen:
         screen.until(complete)
         screen.hang_up()
-        screen.process.wait(30)
+        screen.process.wait(120)
     assert done.exists()
 
 

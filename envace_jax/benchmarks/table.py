@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from envace_jax.terminal import plain
+
 
 def lines(results: Mapping[str, Any]) -> Iterator[str]:
     """A line for every category with the baselines beside it, then the benchmark's own figures."""
@@ -32,7 +34,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:28s}missing: {reason}"
     if own["masked"]:
         yield f"{own['masked']} attempts are masked, and the same command tries them again; why:"
-        yield from (f"  {count} x {reason}" for reason, count in own.get("faults", {}).items())
+        yield from (f"  {count} x {plain(reason)}" for reason, count in own.get("faults", {}).items())
     for name, other in others.items():
         if other.get("masked"):
             yield f"of baseline {name} {other['masked']} attempts are masked; its score is of the rest"
