@@ -56,17 +56,17 @@ def nothing(metrics: Mapping[str, float]) -> str:
     """Why nothing could be learned from the tasks of a step whose advantages are all 0."""
     reward = metrics.get("reward", math.nan)
     if math.isnan(reward):
-        return "every attempt is masked, so nothing is learned; the trajectories say why"
+        return "every attempt is masked, so the tasks teach nothing; the trajectories say why"
     if metrics.get("solved") == 1:
         return "every attempt solved its task, so there is nothing left to learn from these tasks"
     if metrics.get("masked"):
         return (
-            f"what was not masked ({metrics['masked']:.0f} attempts of the last step were) earned the same, so nothing "
-            "is learned; the trajectories say why they are masked"
+            f"what was not masked ({metrics['masked']:.0f} attempts of the last step were) earned the same, so the "
+            "tasks teach nothing; the trajectories say why they are masked"
         )
     if reward == 0:
         return (
-            "no attempt earned anything, so nothing is learned; does the model know such tools? are limits long enough "
-            "(ended_*)? python -m envace_jax.report shows what the attempts did"
+            "no attempt earned anything, so the tasks teach nothing; does the model know such tools? are limits long "
+            "enough (ended_*)? python -m envace_jax.report shows what the attempts did"
         )
-    return "all attempts at a task earned the same, so nothing is learned; try more data.attempts, or other tasks"
+    return "all attempts at a task earned the same, so the tasks teach nothing; try more data.attempts, or other tasks"

@@ -201,6 +201,13 @@ def test_an_environment_that_raises_is_told_by_its_own_words(folder, capsys):
     assert "1 attempts are masked, and the same command tries them again; why:" in out and "  1 x " in out
 
 
+def test_a_config_with_a_judge_is_no_matter_to_benchmarks_that_check_themselves(tmp_path):
+    flags = ["--benchmark=tiny", "--policy=gold", "--subset=first:1", f"--out={tmp_path}", "--config.reward.kind=judge"]
+    assert command.run(["evaluate", *flags, "--config.reward.checkpoint=asset:tiny_base"]) == 0
+    assert "judge" not in json.loads((tmp_path / "results.json").read_text())
+    assert not (tmp_path / "verdicts.jsonl").exists()
+
+
 # --- validate ---
 
 

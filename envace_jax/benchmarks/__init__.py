@@ -8,7 +8,8 @@ Most are suites of conversations, which every policy plays through the same `rol
     gold(case) -> list of Step, or None       what a policy would write that solves the case; None: nobody knows
     summary(attempts) -> dict                 figures of several categories, as the benchmark defines them
 
-and may have `begin(case, carried) -> Future[Task]`, for cases that begin with what another one left. A benchmark whose
+and may have `begin(case, carried) -> Future[Task]`, for cases that begin with what another one left, and `JUDGED`, True
+where the settings' reward judges its user turns. A benchmark whose
 own program plays the conversations has `CATEGORIES`, `about(options) -> dict`, all that a continued run must have in
 common with the one before, and `run(options) -> dict` instead.
 

@@ -51,15 +51,22 @@ def run(arguments: Sequence[str]) -> int:
 
 def evaluate(chosen: Flags, command: str) -> dict[str, Any]:
     """Plays the benchmark and writes all files; returns what results.json holds."""
+    module = benchmarks.load(chosen.benchmark)
+    if not _judges(module):
+        return _evaluate(chosen, command, module, None)
     if chosen.config.reward.checkpoint:
         raise UserError("reward.checkpoint: an evaluation asks its judge by an address; give reward.urls instead")
     with choose.chosen(chosen.config.reward, chosen.out, chosen.seed) as reward:
-        return _evaluate(chosen, command, reward)
+        return _evaluate(chosen, command, module, reward)
 
 
-def _evaluate(chosen: Flags, command: str, reward: Reward) -> dict[str, Any]:
+def _judges(module: types.ModuleType) -> bool:
+    """Whether the settings' reward judges the benchmark; the others have checkers of their own."""
+    return getattr(module, "JUDGED", False)
+
+
+def _evaluate(chosen: Flags, command: str, module: types.ModuleType, reward: Reward | None) -> dict[str, Any]:
     began = time.time()
-    module = benchmarks.load(chosen.benchmark)
     options = _options(chosen, reward)
     if not benchmarks.is_suite(module):
         _check_same(chosen.out, module.about(options) | _settings(chosen))
@@ -136,7 +143,7 @@ def _baselines(chosen: Flags, module: types.ModuleType, suite: Suite, chat: Any)
     return found
 
 
-def _options(chosen: Flags, reward: Reward) -> Options:
+def _options(chosen: Flags, reward: Reward | None) -> Options:
     user = chosen.config.user
     return Options(
         categories=chosen.categories, subset=chosen.subset, seed=chosen.seed,
@@ -157,7 +164,7 @@ def _settings(chosen: Flags) -> dict[str, Any]:
         "trials": chosen.trials, "seed": chosen.seed,
         "user": {name: value for name, value in user.items() if name not in free},
     }  # fmt: skip
-    if chosen.config.reward.kind != "checklist":
+    if _judges(benchmarks.load(chosen.benchmark)) and chosen.config.reward.kind != "checklist":
         judge = dataclasses.asdict(chosen.config.reward)
         found["judge"] = {name: value for name, value in judge.items() if name not in configuration.FREE_OF_REWARD}
     return found

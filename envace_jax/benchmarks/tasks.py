@@ -17,6 +17,7 @@ from envace_jax.rewards import Reward
 from envace_jax.types import Task
 
 CATEGORIES: tuple[str, ...] = ()  # whatever environments the file's tasks name
+JUDGED = True  # by the settings' reward
 SMALL = 16  # tasks of each environment
 NEEDED = "--benchmark=tasks needs --data=FILE, tasks with an `environment` (docs/howto_environment.md)"
 
