@@ -22,7 +22,11 @@ from conftest import REPOSITORY
 
 # The program takes its standard input for the terminal of its session, so that Ctrl-C reaches it. It does so itself:
 # what a test's process does between fork and exec would be in the way of jax's threads.
-OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+# Ctrl-C is ignored by what a shell starts in the background, and by all that this starts; who types it is in front.
+OWN_TERMINAL = (
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+)
 
 
 class PtyTerminal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -101,7 +102,7 @@ def test_a_run_under_faults_equals_one_where_what_was_lost_is_masked(config, mes
     assert len(kept) == len({json.loads(line)[0] for line in kept}) > 0
 
 
-FIVE_PERCENT = {0: "status 500", 4: "timeout", 8: "truncated", 12: "types", 16: "reset"}  # of 20 requests
+FIVE_PERCENT = {0: "status 500", 4: "timeout", 8: "truncated", 12: "types", 16: "reset"}  # of 20 other requests
 
 
 class Outage:
@@ -110,6 +111,7 @@ class Outage:
     def __init__(self, seconds: float, first: int):
         self.seconds, self.first, self.began = seconds, first, math.inf
         self.counted = 0
+        self.others = itertools.count()  # neither lost nor of the outage, so that each kind has its turn
 
     def __call__(self, number, body):
         now = time.monotonic()
@@ -118,7 +120,7 @@ class Outage:
         if self.began <= now < self.began + self.seconds:
             self.counted += 1
             return "reset" if number % 2 else "status 503"
-        return "status 503" if lost(asked(body)) else FIVE_PERCENT.get(number % 20)
+        return "status 503" if lost(asked(body)) else FIVE_PERCENT.get(next(self.others) % 20)
 
 
 def rollouts(monkeypatch, kept, mask=()):
